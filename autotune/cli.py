@@ -1,0 +1,23 @@
+"""The `autotune` command."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+from .commands.calibrate import calibrate
+from .commands.database import db
+from .commands.devices import devices
+from .commands.explain import explain
+from .commands.main import autotune
+
+for _command in (calibrate, db, devices, explain):
+    autotune.add_command(_command)
+
+
+def main() -> None:
+    """Entry point of the installed `autotune` command; exits the process."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a table's µ must not end the command where ASCII is all there is
+    autotune(prog_name="autotune")

@@ -1,0 +1,1 @@
+"""One module for each command; `lowbit.autotune.cli` assembles them."""

@@ -1,0 +1,166 @@
+"""The main job: `autotune` with no subcommand."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ... import __version__
+from ...kernels.problem import check_tokens
+from .. import options
+from ..group import EXIT_STATUSES, Commands, refuse_own_options
+from ..output import microseconds, percent, print_json, print_table, times
+from ..progress import progress_on
+
+if TYPE_CHECKING:
+    from ..outcome import TuneReport
+
+STRATEGIES = ("lep", "verify", "optuna", "oracle")
+
+
+@click.group(cls=Commands, invoke_without_command=True, epilog=EXIT_STATUSES)
+@click.version_option(__version__, prog_name="autotune")
+@options.device_option
+@options.geometry_options
+@click.option(
+    "--precision",
+    default="fp16,w8a8,w4a8",
+    show_default=True,
+    callback=options.names,
+    metavar="LIST",
+    help=f"Precisions between commas: {options.PRECISION_NAMES}.",
+)
+@click.option(
+    "--tokens",
+    default="128,512,2048,8192,32768",
+    show_default=True,
+    callback=options.whole_numbers,
+    metavar="LIST",
+    help="Context lengths between commas.",
+)
+@click.option(
+    "--strategy",
+    type=click.Choice(STRATEGIES),
+    default="verify",
+    show_default=True,
+    help="lep: predict only. verify: measure the predicted best. optuna: a study seeded by them. oracle: measure all.",
+)
+@click.option(
+    "--top-k",
+    type=click.IntRange(min=1),
+    metavar="COUNT",
+    help="verify, optuna: how many predicted candidates to measure.  [default: 8, or 4 with --quick]",
+)
+@click.option(
+    "--trials",
+    type=click.IntRange(min=1),
+    default=40,
+    show_default=True,
+    metavar="COUNT",
+    help="optuna: candidates to try for each problem and context length.",
+)
+@click.option(
+    "--budget", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="Stop measuring after this long."
+)
+@options.protocol_option
+@options.threads_option
+@options.database_option
+@click.option("--quick", is_flag=True, help="Fewer samples and candidates: rougher numbers, sooner.")
+@options.plugin_option
+@options.json_option
+@click.pass_context
+def autotune(
+    ctx: click.Context,
+    device: str,
+    model: str | None,
+    heads: int | None,
+    kv_heads: int | None,
+    head_dim: int | None,
+    query_rows: int,
+    operator: str,
+    precision: tuple[str, ...],
+    tokens: tuple[int, ...],
+    strategy: str,
+    top_k: int | None,
+    trials: int,
+    budget: float | None,
+    protocol: str,
+    threads: int | None,
+    database: Path | None,
+    quick: bool,
+    plugins: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Find the fastest data layouts and kernels for low-bit decoding on a device.
+
+    Without a command this is the main job: enumerate the candidates for each problem, predict their times, measure the
+    best on the device and store the winners. An interrupted run resumes where it stopped.
+
+    \b
+    Example:
+      autotune --device cpu --model llama-3.2-1b --precision w8a8,w4a8 --tokens 512,8192
+    """
+    if ctx.invoked_subcommand is not None:
+        refuse_own_options(ctx)
+        return
+    shapes = options.geometries(model, heads, kv_heads, head_dim)
+    problems = options.problems_of(shapes, operator, query_rows, precision)
+    lengths = [check_tokens(count) for count in tokens]
+    options.import_plugins(plugins)
+    options.backend_for(device)
+    from ..outcome import Options
+    from ..tune import tune
+
+    wishes = Options(
+        db_path=options.database_for_tuning(database),
+        device=device,
+        strategy=strategy,
+        top_k=top_k,
+        trials=trials,
+        budget_s=budget,
+        threads=threads,
+        quick=quick,
+        plugins=plugins,
+        protocol=protocol,
+    )
+    with progress_on(sys.stderr) as progress:
+        report = tune(problems, lengths, wishes, progress)
+    if as_json:
+        print_json(report.as_dict())
+    else:
+        _print_winners(report)
+
+
+def _print_winners(report: TuneReport) -> None:
+    rows = []
+    for decision in report.decisions:
+        choice = decision.choice
+        rows.append(
+            (
+                decision.problem,
+                decision.tokens,
+                choice.candidate.layout,
+                microseconds(choice.predicted_us),
+                microseconds(None if choice.measurement is None else choice.measurement.median_us),
+                times(decision.speedup),
+                percent(decision.bandwidth_share),
+                len(choice.tied) or None,
+            )
+        )
+    columns = (
+        "problem",
+        ">tokens",
+        "layout",
+        ">predicted µs",
+        ">measured µs",
+        ">vs row-major",
+        ">of bandwidth",
+        ">ties",
+    )
+    print_table("Winners", columns, rows)
+    click.echo(f"{report.candidates} candidates, {report.reasons.total()} more pruned; stored in {report.db}")
+    if report.noisy:
+        click.echo(f"predicted only, the machine was too busy: {'; '.join(report.noisy)}", err=True)

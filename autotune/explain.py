@@ -1,0 +1,374 @@
+"""Why a layout: what was predicted and measured, what comes next, and what each packing costs to unpack."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from ..kernels.backend import Backend, Code, Rejected
+from ..kernels.candidate import Candidate
+from ..kernels.errors import CompileError, NoWinnerError
+from ..kernels.packing import Packing, packings
+from ..kernels.problem import Problem
+
+if TYPE_CHECKING:
+    from ..costmodel.device import Device
+    from ..costmodel.features import Features
+    from ..costmodel.lep import Coefficients
+    from ..db.records import Measurement, Winner
+
+Report = Callable[[str, int, int | None, str], None]
+"""``(phase, done, total, message)``, as `lowbit.autotune.progress` shows it."""
+
+
+@dataclass(frozen=True)
+class Knowledge:
+    """What a database holds about one problem at one context length on one device, for one toolchain.
+
+    Attributes
+    ----------
+    coefficients : Coefficients or None
+        Of the extended form; None if the device was never calibrated with this many threads.
+    features : dict
+        By candidate name.
+    measurements : dict
+        By candidate name, correct ones only.
+    winner : Winner or None
+        Whose token range holds the context length.
+    """
+
+    coefficients: Coefficients | None = None
+    features: Mapping[str, Features] = field(default_factory=dict)
+    measurements: Mapping[str, Measurement] = field(default_factory=dict)
+    winner: Winner | None = None
+
+    @classmethod
+    def read(
+        cls, path: Path, device: str, problem: Problem, tokens: int, threads: int, toolchain: str, protocol: str
+    ) -> Self:
+        """Look everything up, without changing the file.
+
+        Raises
+        ------
+        DatabaseError
+            If ``path`` is missing or refused.
+        """
+        from ..costmodel.features import Features
+        from ..costmodel.lep import Coefficients
+        from ..db.store import Store
+
+        with Store.open(path, mode="read") as store:
+            calibration = store.calibration(device, threads)
+            stored = store.features(device, problem.key, tokens, toolchain)
+            measured = store.measurements(device, problem.key, tokens, toolchain, protocol)
+            winners = store.winners(device, problem.key)
+        current = (w for w in winners if w.toolchain == toolchain and w.covers(tokens))
+        return cls(
+            None if calibration is None else Coefficients.from_dict(calibration["extended"]),
+            {name: Features.from_dict(values) for name, values in stored.items()},
+            {m.candidate: m for m in measured if m.status == "ok"},
+            min(current, key=lambda w: abs(w.tokens - tokens), default=None),
+        )
+
+
+@dataclass(frozen=True)
+class Priced:
+    """One candidate with everything known about its time.
+
+    Attributes
+    ----------
+    predicted_us : float or None
+        None without coefficients.
+    measurement : Measurement or None
+    """
+
+    candidate: Candidate
+    features: Features
+    predicted_us: float | None
+    measurement: Measurement | None
+
+    @property
+    def median_us(self) -> float | None:
+        return None if self.measurement is None else self.measurement.median_us
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "layout": self.candidate.layout,
+            "pipeline": self.candidate.pipeline,
+            "schedule": self.candidate.schedule.as_dict(),
+            "predicted_us": self.predicted_us,
+            "median_us": self.median_us,
+            "spread": None if self.measurement is None else self.measurement.spread,
+            "features": self.features.as_dict(),
+        }
+
+
+@dataclass(frozen=True)
+class PackingCost:
+    """Unpacking operations of one packing's best kernel.
+
+    Attributes
+    ----------
+    packing : Packing
+    candidate : Candidate or None
+        The legal candidate with the fewest operations, then the lowest prediction; None if there is none.
+    unpack_ops_per_32 : float or None
+        Instructions in its assembly that only unpack, per 32 values.
+    unpacking : dict
+        For each packed operand (``k``, ``v``) the unpacking instructions of one iteration, by mnemonic.
+    reason : str
+        Why there is no candidate; empty if there is one.
+    """
+
+    packing: Packing
+    candidate: Candidate | None = None
+    unpack_ops_per_32: float | None = None
+    unpacking: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    reason: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "packing": self.packing.name,
+            "arrangement": self.packing.arrangement,
+            "coding": self.packing.coding,
+            "unpack_ops_per_32": self.unpack_ops_per_32,
+            "unpacking": self.unpacking,
+            "candidate": None if self.candidate is None else self.candidate.name,
+            "reason": self.reason,
+        }
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The answer to why a layout was chosen.
+
+    Attributes
+    ----------
+    problem : Problem
+    tokens, threads : int
+    device : str
+        Fingerprint.
+    target : str
+        Instruction set that the code is for.
+    winner : Winner or None
+        The stored winner that made the choice; None if the prediction made it.
+    choice : Priced
+    runner_up : Priced or None
+        The best candidate with other layouts or another pipeline.
+    terms_us : dict
+        What the prediction of the choice adds up from, in microseconds; empty without one.
+    packings : tuple of PackingCost
+        One for each registered packing of the format.
+    codes : tuple of Code
+        Generated code of the choice.
+    uncounted : dict
+        How many candidates were left out because their code could not be counted, by reason.
+    """
+
+    problem: Problem
+    tokens: int
+    threads: int
+    device: str
+    target: str
+    winner: Winner | None
+    choice: Priced
+    runner_up: Priced | None
+    terms_us: Mapping[str, float]
+    packings: tuple[PackingCost, ...]
+    codes: tuple[Code, ...]
+    uncounted: Mapping[str, int]
+
+    @property
+    def provenance(self) -> str:
+        """``measured``, ``verified`` or ``predicted``: how the choice was made."""
+        return "predicted" if self.winner is None else self.winner.provenance
+
+    @property
+    def unpack_ops_per_32(self) -> dict[str, float]:
+        """Fewest operations of each arrangement over its codings; those without a legal candidate are left out."""
+        best: dict[str, float] = {}
+        for cost in self.packings:
+            if cost.unpack_ops_per_32 is not None:
+                known = best.get(cost.packing.arrangement, cost.unpack_ops_per_32)
+                best[cost.packing.arrangement] = min(known, cost.unpack_ops_per_32)
+        return best
+
+    def as_dict(self) -> dict[str, Any]:
+        """What ``--json`` prints, without generated code."""
+        return {
+            "problem": self.problem.key,
+            "tokens": self.tokens,
+            "threads": self.threads,
+            "device": self.device,
+            "isa": self.target,
+            "provenance": self.provenance,
+            "winner": None if self.winner is None else asdict(self.winner),
+            "choice": {**self.choice.as_dict(), "terms_us": dict(self.terms_us)},
+            "runner_up": None if self.runner_up is None else self.runner_up.as_dict(),
+            "unpack_ops_per_32": self.unpack_ops_per_32,
+            "uncounted": dict(self.uncounted),
+            "packings": [cost.as_dict() for cost in self.packings],
+        }
+
+
+def explain(
+    problem: Problem,
+    tokens: int,
+    threads: int,
+    backend: Backend,
+    device: Device,
+    knowledge: Knowledge,
+    protocol: str,
+    report: Report,
+) -> Explanation:
+    """Gather the answer.
+
+    Without coefficients nothing is predicted, and the choice is the candidate that unpacks with the fewest operations
+    unless the database names a winner.
+
+    Parameters
+    ----------
+    device : Device
+        That ``knowledge`` is about.
+    protocol : str
+        ``cold`` or ``warm``: what predictions and measurements are of.
+
+    Raises
+    ------
+    NoWinnerError
+        If the problem has no legal candidate whose code can be counted.
+    """
+    report("enumerating", 0, None, problem.key)
+    space = list(backend.space(problem, threads))
+    legal = {each.name: each for each in space if not isinstance(each, Rejected)}
+    rejected = [each for each in space if isinstance(each, Rejected)]
+    chosen = None if knowledge.winner is None else Candidate.parse(knowledge.winner.candidate)
+    if chosen is not None:
+        legal[chosen.name] = chosen
+    features, uncounted = _features(problem, tokens, backend, device, list(legal.values()), knowledge, report)
+    if protocol == "cold":
+        # Operands that come from memory have no working set in a cache.
+        outside_bytes = 2 * max(cache.size_bytes for cache in device.caches)
+        features = {
+            name: replace(each, working_set_bytes=max(each.working_set_bytes, outside_bytes))
+            for name, each in features.items()
+        }
+    priced = _price(legal, features, knowledge)
+    if not priced:
+        raise NoWinnerError(f"{problem.key} has no candidate that this device can run")
+    choice = priced.get("" if chosen is None else chosen.name) or min(priced.values(), key=_predicted_rank)
+    shape = (choice.candidate.layout, choice.candidate.pipeline)
+    others = [each for each in priced.values() if (each.candidate.layout, each.candidate.pipeline) != shape]
+    timed = [each for each in others if each.median_us is not None and choice.median_us is not None]
+    return Explanation(
+        problem,
+        tokens,
+        threads,
+        device.fingerprint,
+        backend.target(),
+        knowledge.winner if choice.candidate == chosen else None,
+        choice,
+        min(timed, key=_measured_rank) if timed else min(others, key=_predicted_rank, default=None),
+        _terms(choice.features, knowledge.coefficients),
+        tuple(packing_costs(problem, backend, list(priced.values()), rejected)),
+        tuple(backend.code(problem, choice.candidate)),
+        uncounted,
+    )
+
+
+def _features(
+    problem: Problem,
+    tokens: int,
+    backend: Backend,
+    device: Device,
+    candidates: Sequence[Candidate],
+    knowledge: Knowledge,
+    report: Report,
+) -> tuple[dict[str, Features], dict[str, int]]:
+    """Features by candidate name, and how many candidates have none, by reason."""
+    from ..costmodel.features import features
+
+    found: dict[str, Features] = {}
+    uncounted: Counter[str] = Counter()
+    for number, candidate in enumerate(candidates):
+        report("counting instructions", number, len(candidates), problem.key)
+        stored = knowledge.features.get(candidate.name)
+        try:
+            found[candidate.name] = stored or features(
+                problem, candidate, tokens, backend.code(problem, candidate), device.line_bytes
+            )
+        except CompileError as error:
+            uncounted[str(error)] += 1
+    report("counting instructions", len(candidates), len(candidates), problem.key)
+    return found, dict(uncounted.most_common())
+
+
+def _price(
+    candidates: Mapping[str, Candidate], features: Mapping[str, Features], knowledge: Knowledge
+) -> dict[str, Priced]:
+    from ..costmodel.lep import predict_many
+
+    predicted: Iterable[float | None] = [None] * len(features)
+    if knowledge.coefficients is not None:
+        predicted = map(float, predict_many(list(features.values()), knowledge.coefficients))
+    return {
+        name: Priced(candidates[name], each, time_us, knowledge.measurements.get(name))
+        for (name, each), time_us in zip(features.items(), predicted, strict=True)
+    }
+
+
+def _predicted_rank(priced: Priced) -> tuple[float, float, str]:
+    """The lowest prediction first, or the fewest unpacking operations where nothing is predicted."""
+    return priced.predicted_us or 0.0, priced.features.unpack_ops_per_32, priced.candidate.name
+
+
+def _measured_rank(priced: Priced) -> tuple[float, str]:
+    return priced.median_us or 0.0, priced.candidate.name
+
+
+def _terms(features: Features, coefficients: Coefficients | None) -> dict[str, float]:
+    from ..costmodel.lep import explain as terms
+
+    if coefficients is None:
+        return {}
+    found = asdict(terms(features, coefficients))
+    instructions = {f"{kind} instructions": time_us for kind, time_us in found.pop("instructions_us").items()}
+    overlap_us = found.pop("overlap_us")
+    rest = {name.removesuffix("_us"): time_us for name, time_us in found.items()}
+    return {"memory": rest.pop("memory"), **instructions, **rest, "overlap": -overlap_us}
+
+
+def packing_costs(
+    problem: Problem, backend: Backend, priced: Sequence[Priced], rejected: Sequence[Rejected]
+) -> Iterable[PackingCost]:
+    """Unpacking operations of each registered packing of the problem's format.
+
+    For each packing the best legal candidate counts: the fewest operations, then the lowest prediction. Candidates are
+    those of the integer pipeline, for formats that have one.
+    """
+    from ..costmodel.unpack import unpack_counts
+
+    native = [each for each in priced if each.candidate.pipeline == "integer"] or list(priced)
+    for packing in packings(problem.storage.format):
+        pool = [each for each in native if _packings_of(each.candidate) == {packing.name}]
+        if not pool:
+            yield PackingCost(packing, reason=_reason(packing, rejected))
+            continue
+        best = min(
+            pool, key=lambda each: (each.features.unpack_ops_per_32, each.predicted_us or 0.0, each.candidate.name)
+        )
+        codes = backend.code(problem, best.candidate)
+        unpacking = {code.role: unpack_counts(code) for code in codes}
+        yield PackingCost(packing, best.candidate, best.features.unpack_ops_per_32, unpacking)
+
+
+def _packings_of(candidate: Candidate) -> set[str]:
+    return {layout.packing.name for layout in (candidate.k, candidate.v) if layout is not None}
+
+
+def _reason(packing: Packing, rejected: Sequence[Rejected]) -> str:
+    reasons = Counter(each.reason for each in rejected if packing.name in _packings_of(each.candidate))
+    return next((reason for reason, _ in reasons.most_common(1)), "no candidate uses it")

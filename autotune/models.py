@@ -1,0 +1,197 @@
+"""Attention geometry of models: presets by name, or a GGUF file's own metadata."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..kernels.errors import ModelError
+
+_LIMIT = 1 << 20
+"""Above any model's layers, heads or width; a larger number means a damaged file."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Attention shape that ``layers`` layers of a model share.
+
+    Parameters
+    ----------
+    heads, kv_heads : int
+        Query heads and key/value heads.
+    head_dim : int
+        Channels of a head.
+    layers : int
+        Layers that keep a KV cache of this shape.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    layers: int
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model's name and the distinct attention shapes of its layers, the most common first."""
+
+    name: str
+    geometries: tuple[Geometry, ...]
+
+
+PRESETS = {
+    model.name: model
+    for model in (
+        # From each model's published config.json.
+        Model("smollm2-135m", (Geometry(9, 3, 64, layers=30),)),
+        Model("llama-3.2-1b", (Geometry(32, 8, 64, layers=16),)),
+        Model("llama-3.2-3b", (Geometry(24, 8, 128, layers=28),)),
+        Model("qwen3-1.7b", (Geometry(16, 8, 128, layers=28),)),
+        Model("qwen3-8b", (Geometry(32, 8, 128, layers=36),)),
+        Model("gemma-2-2b", (Geometry(8, 4, 256, layers=26),)),
+        Model("phi-2", (Geometry(32, 32, 80, layers=32),)),
+    )
+}
+
+
+def model_named(name: str) -> Model:
+    """A preset, or the model in a GGUF file.
+
+    Parameters
+    ----------
+    name : str
+        A key of `PRESETS` in any case, or the path of a ``.gguf`` file.
+
+    Raises
+    ------
+    ModelError
+        If there is no such preset, or the file cannot be read or has no attention metadata.
+    """
+    preset = PRESETS.get(name.lower())
+    if preset is not None:
+        return preset
+    if name.lower().endswith(".gguf") or Path(name).is_file():
+        return model_from_gguf(Path(name))
+    raise ModelError(f"unknown model {name!r}: choose one of {', '.join(PRESETS)}, or give a .gguf file")
+
+
+def model_from_gguf(path: Path) -> Model:
+    """Read the attention geometry from a GGUF file's metadata.
+
+    Layers without key/value heads (recurrent ones in hybrid models) are left out.
+
+    Raises
+    ------
+    ModelError
+        If the ``gguf`` package is missing, the file is unreadable, truncated or not GGUF, or lacks attention metadata.
+    """
+    metadata = _Metadata(path, _read_fields(path))
+    layers = metadata.number("block_count")
+    heads = metadata.by_layer("attention.head_count", layers)
+    kv_heads = metadata.by_layer("attention.head_count_kv", layers, default=heads)
+    shapes = Counter(
+        (query, shared, metadata.head_dim(query))
+        for query, shared in zip(heads, kv_heads, strict=True)
+        if query > 0 and shared > 0
+    )
+    if not shapes:
+        raise ModelError(f"{path}: none of its {layers} layers has key/value heads")
+    geometries = tuple(Geometry(*shape, layers=count) for shape, count in shapes.most_common())
+    return Model(metadata.fields.get("general.name") or path.stem, geometries)
+
+
+@dataclass(frozen=True)
+class _Metadata:
+    """Typed look-ups below the file's architecture prefix, each refusal naming the file and the key."""
+
+    path: Path
+    fields: dict[str, Any]
+
+    def key(self, name: str) -> str:
+        architecture = self.fields.get("general.architecture")
+        if not isinstance(architecture, str):
+            raise ModelError(f"{self.path}: its metadata names no general.architecture")
+        return f"{architecture}.{name}"
+
+    def number(self, name: str, default: int | None = None) -> int:
+        key = self.key(name)
+        value = self.fields.get(key, default)
+        if value is None:
+            raise ModelError(f"{self.path}: {key} is missing")
+        if not isinstance(value, int) or not 1 <= value <= _LIMIT:
+            raise ModelError(f"{self.path}: {key} must be a number from 1 to {_LIMIT}, not {value!r}")
+        return value
+
+    def by_layer(self, name: str, layers: int, default: list[int] | None = None) -> list[int]:
+        key = self.key(name)
+        value = self.fields.get(key, default)
+        if value is None:
+            raise ModelError(f"{self.path}: {key} is missing")
+        values = [value] * layers if isinstance(value, int) else value
+        if not isinstance(values, list) or len(values) != layers or not all(isinstance(v, int) for v in values):
+            raise ModelError(f"{self.path}: {key} is neither one number nor one for each of {layers} layers")
+        return values
+
+    def head_dim(self, heads: int) -> int:
+        if self.key("attention.key_length") in self.fields:
+            head_dim = self.number("attention.key_length")
+        else:
+            width = self.number("embedding_length")
+            if width % heads:
+                raise ModelError(f"{self.path}: an embedding of {width} does not divide into {heads} heads")
+            head_dim = width // heads
+        value_length = self.number("attention.value_length", default=head_dim)
+        if value_length != head_dim:
+            raise ModelError(f"{self.path}: keys of {head_dim} and values of {value_length} channels: must be equal")
+        return head_dim
+
+
+def _read_fields(path: Path) -> dict[str, Any]:
+    """Metadata of a GGUF file by key, arrays as lists, but only the keys that say something about attention."""
+    try:
+        from gguf import GGUFReader
+    except ImportError:
+        raise ModelError(f"reading {path} needs the gguf package: pip install 'lowbit[models]'") from None
+
+    class BoundedReader(GGUFReader):
+        """Refuses to read past the end, where the plain reader silently returns fewer values than asked for."""
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, *args: Any, **kwargs: Any) -> Any:
+            import numpy as np
+
+            if int(offset) + int(count) * np.dtype(dtype).itemsize > self.data.nbytes:
+                raise EOFError
+            return super()._get(offset, dtype, count, *args, **kwargs)
+
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+    except OSError as error:
+        raise ModelError(f"{path}: {error.strerror or error}") from None
+    if magic != b"GGUF":
+        raise ModelError(f"{path}: not a GGUF file")
+    try:
+        reader = BoundedReader(path)
+        return {key: reader.fields[key].contents() for key in _wanted(reader.fields)}
+    except EOFError:
+        raise ModelError(f"{path}: truncated GGUF file") from None
+    except Exception as error:
+        # The reader raises whatever the damage happens to lead to: ValueError, IndexError, OverflowError and others.
+        raise ModelError(f"{path}: damaged GGUF file ({type(error).__name__}: {_one_line(error)})") from None
+
+
+def _wanted(keys: Iterable[str]) -> list[str]:
+    return [
+        key
+        for key in keys
+        if key in ("general.architecture", "general.name")
+        or ".attention." in key
+        or key.endswith((".block_count", ".embedding_length"))
+    ]
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

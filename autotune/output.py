@@ -1,0 +1,87 @@
+"""What commands print: one JSON object, or tables."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+_PIPED_WIDTH = 160
+
+
+def print_json(value: object) -> None:
+    """Print ``value`` as one JSON object; infinities and NaN, which JSON lacks, become null."""
+    click.echo(json.dumps(_finite(value), indent=2, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print a table.
+
+    Parameters
+    ----------
+    columns : sequence of str
+        Headings; ``>`` in front right-aligns the column.
+    rows : sequence of sequences
+        Cells, printed with ``str``; None is an empty cell.
+    """
+    table = Table(title=title, title_justify="left", title_style="bold", show_lines=False)
+    for column in columns:
+        table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
+    for row in rows:
+        table.add_row(*(Text("" if cell is None else str(cell)) for cell in row))
+    print_rich(table)
+
+
+def print_facts(title: str, facts: Mapping[str, object]) -> None:
+    """Print nested facts as one line each: ``rows.winners  12``."""
+    print_table(title, ("property", "value"), list(_lines(facts, "")))
+
+
+def _lines(facts: Mapping[str, object], prefix: str) -> Iterator[tuple[str, object]]:
+    for key, value in facts.items():
+        if isinstance(value, Mapping):
+            yield from _lines(value, f"{prefix}{key}.")
+        elif isinstance(value, list | tuple):
+            yield f"{prefix}{key}", ", ".join(map(str, value))
+        elif isinstance(value, float):
+            yield f"{prefix}{key}", f"{value:.4g}"
+        else:
+            yield f"{prefix}{key}", value
+
+
+def print_rich(renderable: object) -> None:
+    """Print on stdout, at a fixed width where that is no terminal."""
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else _PIPED_WIDTH, highlight=False)
+    console.print(renderable)
+
+
+def microseconds(value: float | None) -> str | None:
+    """``value`` with three significant digits or all those before the point."""
+    if value is None:
+        return None
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def percent(value: float | None) -> str | None:
+    return None if value is None else f"{value:.0%}"
+
+
+def times(value: float | None) -> str | None:
+    return None if value is None else f"{value:.2f}×"

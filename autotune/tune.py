@@ -1,0 +1,357 @@
+"""The main job: from problems to stored winners."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ..costmodel.calibrate import Calibration, calibrate
+from ..costmodel.device import Device, detect
+from ..costmodel.features import Features
+from ..costmodel.lep import predict_many
+from ..db.records import TIMED, Winner
+from ..db.store import Store
+from ..kernels.backend import Backend, Rejected
+from ..kernels.candidate import Candidate
+from ..kernels.errors import LowbitError, NoiseError
+from ..kernels.problem import Problem
+from ..search.crew import Crew
+from ..search.features import extract
+from ..search.messages import Setup
+from ..search.rounds import Effort
+from ..search.session import Bench, DeviceSession
+from ..search.strategy import FINAL, SCREEN, Choice, Parameters, Strategy, predicted_choice, strategy_named
+from ..search.timing import PROTOCOLS
+from ..search.worker import resolve_backend
+from .outcome import Decision, Options, Progress, Silent, TuneInterrupted, TuneReport
+from .ranges import store_winner
+
+CALIBRATION_S = {False: 40.0, True: 10.0}
+QUICK_SCREEN = Effort(min_rounds=3, max_rounds=6, target_spread=0.1)
+QUICK_FINAL = Effort(min_rounds=6, max_rounds=12, target_spread=0.05)
+WORKER_BYTES = 512 << 20
+BYTES_PER_VALUE = 24
+"""What a worker holds for each key and value while it makes operands: float32 values, quantised ones, temporaries."""
+
+
+def tune(
+    problems: Sequence[Problem], tokens: Sequence[int], options: Options, progress: Progress | None = None
+) -> TuneReport:
+    """Find and store the winner of each problem at each context length.
+
+    Everything finished is committed at once: after an interrupt, a crash or a ``kill -9`` the same call resumes and
+    measures nothing twice.
+
+    Parameters
+    ----------
+    problems : sequence of Problem
+    tokens : sequence of int
+        Context lengths.
+    options : Options
+    progress : Progress, optional
+
+    Raises
+    ------
+    DeviceError
+        For an unknown device, or workers that cannot start.
+    DatabaseError
+        If the database cannot be used; it is left as it was.
+    CompileError
+        If no candidate of a problem works.
+    NoiseError
+        If the machine was too busy to measure anything. The predicted winners are stored then.
+    TuneInterrupted
+        On SIGINT and SIGTERM.
+    """
+    for plugin in options.plugins:
+        importlib.import_module(plugin)
+    backend = resolve_backend(options.device)
+    strategy = strategy_named(options.strategy)
+    if options.protocol not in PROTOCOLS:
+        raise LowbitError(f"unknown protocol {options.protocol!r}: choose one of {', '.join(PROTOCOLS)}")
+    device = detect()
+    report = TuneReport(device.as_dict(), options.db_path)
+    with Store.open(options.db_path) as store, _terminating():
+        run = store.put_run(options.command())
+        status = "failed"
+        try:
+            _Run(backend, strategy, device, store, run, options, progress or Silent(), report).tune(
+                list(dict.fromkeys(problems)), sorted(set(tokens))
+            )
+            status = "finished"
+        except KeyboardInterrupt:
+            status = "interrupted"
+            raise TuneInterrupted(report) from None
+        finally:
+            store.finish_run(run, status)
+    return report
+
+
+@dataclass(frozen=True)
+class _Ranked:
+    """One problem at one context length, ready for a strategy."""
+
+    problem: Problem
+    tokens: int
+    candidates: dict[str, Candidate]
+    predicted_us: dict[str, float]
+    features: dict[str, Features]
+
+
+class _Run:
+    """One call of `tune`."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        strategy: Strategy,
+        device: Device,
+        store: Store,
+        run: int,
+        options: Options,
+        progress: Progress,
+        report: TuneReport,
+    ) -> None:
+        self.backend, self.strategy, self.device, self.store = backend, strategy, device, store
+        self.run, self.options, self.progress, self.report = run, options, progress, report
+        self.threads = options.threads or device.cores
+        self.toolchain = backend.toolchain()
+        self.cache_bytes = max(cache.size_bytes for cache in device.caches)
+        self.started = time.monotonic()
+
+    def tune(self, problems: Sequence[Problem], tokens: Sequence[int]) -> None:
+        self.store.put_device(self.device.fingerprint, self.device.as_dict())
+        calibration = self._calibration()
+        setup, size = self._crew_plan(problems, max(tokens))
+        with Crew(setup, size, self.options.deadlines_s) as crew:
+            ranked = [each for p in problems for each in self._rank(p, tokens, crew, calibration)]
+            self._decide(ranked, self._bench(crew, setup), calibration)
+
+    # -- what everything rests on ---------------------------------------------------------------------------------
+
+    def _calibration(self) -> Calibration:
+        stored = self.store.calibration(self.device.fingerprint, self.threads)
+        if stored is not None:
+            try:
+                return Calibration.from_dict(stored)
+            except (KeyError, TypeError):
+                pass  # Another release's form: this machine is at hand, so measure again.
+        budget_s = CALIBRATION_S[self.options.quick]
+        self.progress.update("calibrating", 0, 1, f"{self.device.description}, {self.threads} threads")
+        calibration = calibrate(self.device, self.threads, budget_s)
+        self.store.put_calibration(self.device.fingerprint, self.threads, calibration.as_dict(), self.toolchain)
+        self.progress.update("calibrating", 1, 1, f"{calibration.seconds:.0f} s")
+        return calibration
+
+    def _crew_plan(self, problems: Sequence[Problem], tokens: int) -> tuple[Setup, int]:
+        """As many workers as threads, but no more than their operands leave memory for."""
+        import psutil
+
+        available = int(psutil.virtual_memory().available)
+        values = max(p.kv_heads * p.head_dim for p in problems) * tokens
+        room = int(0.7 * available) // (WORKER_BYTES + BYTES_PER_VALUE * values)
+        size = max(1, min(self.threads, self.device.cores, room))
+        setup = Setup(
+            backend=self.options.device,
+            plugins=self.options.plugins,
+            threads=self.threads,
+            cache_bytes=self.cache_bytes,
+            memory_bytes=max(256 << 20, min(2 << 30, available // 4 // size)),
+            search_path=tuple(sys.path),
+        )
+        return setup, size
+
+    def _bench(self, crew: Crew, setup: Setup) -> Bench:
+        return Bench(
+            crew,
+            self.store,
+            self.device.fingerprint,
+            self.toolchain,
+            self.options.protocol,
+            cache_bytes=setup.cache_bytes,
+            memory_bytes=setup.memory_bytes,
+            run=self.run,
+        )
+
+    # -- spaces and predictions -----------------------------------------------------------------------------------
+
+    def _rank(self, problem: Problem, tokens: Sequence[int], crew: Crew, calibration: Calibration) -> list[_Ranked]:
+        candidates = self._space(problem)
+        done = 0
+
+        def report(more: int) -> None:
+            nonlocal done
+            done += more
+            self.progress.update("features", done, len(candidates), problem.key)
+
+        features, failed = extract(
+            problem,
+            tokens,
+            candidates,
+            crew,
+            self.store,
+            self.device.fingerprint,
+            self.toolchain,
+            self.device.line_bytes,
+            report,
+        )
+        self.report.unpredicted.update(failed.values())
+        return [self._order(problem, each, candidates, features[each], calibration) for each in tokens]
+
+    def _space(self, problem: Problem) -> dict[str, Candidate]:
+        candidates: dict[str, Candidate] = {}
+        rejected: list[tuple[str, str]] = []
+        for each in self.backend.space(problem, self.threads):
+            if isinstance(each, Rejected):
+                rejected.append((each.candidate.name, each.reason))
+            else:
+                candidates[each.name] = each
+        self.store.put_space(problem.key, self.device.fingerprint, list(candidates), rejected)
+        self.report.candidates += len(candidates)
+        self.report.reasons.update(reason for _, reason in rejected)
+        return candidates
+
+    def _order(
+        self,
+        problem: Problem,
+        tokens: int,
+        candidates: dict[str, Candidate],
+        features: dict[str, Features],
+        calibration: Calibration,
+    ) -> _Ranked:
+        names = list(features)
+        seen = [self._as_timed(features[name]) for name in names]
+        started = time.perf_counter()
+        predicted = predict_many(seen, calibration.extended)
+        order = np.argsort(predicted, kind="stable")
+        self.report.select_ms += (time.perf_counter() - started) * 1e3
+        predicted_us = {names[i]: float(predicted[i]) for i in order}
+        predicted_us |= {name: math.inf for name in candidates if name not in predicted_us}
+        ranked = {name: candidates[name] for name in predicted_us}
+        return _Ranked(problem, tokens, ranked, predicted_us, features)
+
+    def _as_timed(self, features: Features) -> Features:
+        """Features as the protocol has it: operands that come from memory have no working set in a cache."""
+        if self.options.protocol == "warm":
+            return features
+        return replace(features, working_set_bytes=max(features.working_set_bytes, 2 * self.cache_bytes))
+
+    # -- decisions ------------------------------------------------------------------------------------------------
+
+    def _decide(self, ranked: Sequence[_Ranked], bench: Bench, calibration: Calibration) -> None:
+        parameters = self._parameters()
+        planned = [self.strategy.planned(len(each.candidates), parameters) for each in ranked]
+        for index, each in enumerate(ranked):
+            session = self._session(each, bench, len(ranked) - index)
+            bench.report = self._reporter(session, sum(planned[:index]), planned[index], sum(planned))
+            try:
+                choice = self.strategy.choose(session, parameters)
+            except NoiseError:
+                faulty = frozenset(n for n, m in session.measured.items() if m.status not in TIMED)
+                choice = predicted_choice(session, faulty=faulty)
+                self.report.noisy.append(f"{each.problem.key}, {each.tokens} tokens")
+            finally:
+                self.report.rounds, self.report.tainted = bench.rounds, bench.tainted
+                key = each.problem.key, each.tokens
+                self.report.measurements.update({(*key, n): session.measured[n] for n in session.settled})
+            self._store(each, choice, calibration)
+        if self.report.noisy and len(self.report.noisy) == len(ranked):
+            raise NoiseError(
+                "the machine was too busy to measure anything: winners are predicted ones; "
+                "stop what else runs and tune again"
+            )
+
+    def _parameters(self) -> Parameters:
+        quick, path = self.options.quick, self.options.db_path
+        return Parameters(
+            top_k=self.options.top_k or (4 if quick else 8),
+            trials=self.options.trials,
+            study_path=path.with_name(f"{path.stem}.optuna.db"),
+            screen=QUICK_SCREEN if quick else SCREEN,
+            final=QUICK_FINAL if quick else FINAL,
+        )
+
+    def _session(self, each: _Ranked, bench: Bench, sessions_left: int) -> DeviceSession:
+        deadline = None
+        if self.options.budget_s is not None:
+            now = time.monotonic()
+            deadline = now + max(self.started + self.options.budget_s - now, 0.0) / sessions_left
+        baseline = self.backend.baseline(each.problem, self.threads)
+        return DeviceSession(bench, each.problem, each.tokens, each.candidates, each.predicted_us, baseline, deadline)
+
+    def _reporter(self, session: DeviceSession, before: int, planned: int, total: int) -> Callable[[], None]:
+        def report() -> None:
+            message = f"{session.problem.key}, {session.tokens} tokens"
+            self.progress.update("measuring", before + min(len(session.settled), planned), total, message)
+
+        return report
+
+    def _store(self, each: _Ranked, choice: Choice, calibration: Calibration) -> None:
+        measurement = choice.measurement
+        predicted_us = choice.predicted_us
+        if predicted_us is not None and not 0 < predicted_us < math.inf:
+            predicted_us = None
+            choice = replace(choice, predicted_us=None)
+        decision = Decision(each.problem.key, each.tokens, choice, self._bandwidth_share(each, choice, calibration))
+        self.report.decisions.append(decision)
+        measured: dict[str, Any] = {}
+        if measurement is not None:
+            measured = {
+                "median_us": measurement.median_us,
+                "spread": measurement.spread,
+                "samples": measurement.samples,
+                "protocol": measurement.protocol,
+            }
+        winner = Winner(
+            device=self.device.fingerprint,
+            problem=each.problem.key,
+            tokens=each.tokens,
+            tokens_from=1,
+            tokens_to=None,
+            candidate=choice.candidate.name,
+            provenance=choice.provenance,
+            predicted_us=predicted_us,
+            tied=choice.tied,
+            baseline_us=decision.baseline_us,
+            bandwidth_share=decision.bandwidth_share,
+            toolchain=self.toolchain,
+            **measured,
+        )
+        store_winner(self.store, winner)
+
+    def _bandwidth_share(self, each: _Ranked, choice: Choice, calibration: Calibration) -> float | None:
+        measurement, name = choice.measurement, choice.candidate.name
+        if measurement is None or measurement.median_us is None or name not in each.features:
+            return None
+        features = self._as_timed(each.features[name])
+        gbps = calibration.bandwidth.gbps(
+            np.array([float(features.working_set_bytes)]), np.array([float(self.threads)])
+        )
+        return features.bytes / (float(gbps[0]) * 1e3) / measurement.median_us
+
+
+@contextmanager
+def _terminating() -> Iterator[None]:
+    """Let SIGTERM interrupt as Ctrl-C does, where this thread may say so."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

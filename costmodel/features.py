@@ -1,0 +1,116 @@
+"""What the cost model reads about one call of one candidate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from ..kernels.backend import Code
+from ..kernels.candidate import Candidate
+from ..kernels.problem import Problem, check_tokens
+from .assembly import CLASSES
+from .traffic import call_bytes, layout_of, stored_channels, stored_tokens
+from .unpack import instruction_counts, unpack_ops_per_32
+
+FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Features:
+    """One call of one candidate at one context length; totals are over all heads.
+
+    Attributes
+    ----------
+    bytes : int
+        Distinct cache lines of packed operands and scales, times the line size.
+    working_set_bytes : int
+        ``bytes`` and the float32 operands and results that the caller passes.
+    instructions : dict of str to float
+        Instructions executed in the hot loops, for each class of `lowbit.costmodel.assembly.CLASSES`. One that computes
+        on a memory operand is in two classes.
+    unpack_ops : float
+        Unpacking instructions executed.
+    unpack_ops_per_32 : float
+        Unpacking instructions for each 32 values, the mean over the packed operands.
+    exponentials : int
+        Softmax values computed; 0 for operators without a softmax.
+    tasks : int
+        Pieces of work that can run in parallel: key/value heads × splits.
+    threads : int
+        Threads that share the tasks.
+    """
+
+    bytes: int
+    working_set_bytes: int
+    instructions: dict[str, float]
+    unpack_ops: float
+    unpack_ops_per_32: float
+    exponentials: int
+    tasks: int
+    threads: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; `from_dict` is the inverse."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        return cls(**{**values, "instructions": dict(values["instructions"])})
+
+
+def features(problem: Problem, candidate: Candidate, tokens: int, codes: Iterable[Code], line_bytes: int) -> Features:
+    """Features of one call.
+
+    Each packed operand is walked once for every ``code.rows`` rows of the small operand, whole 32-token blocks and
+    whole channel blocks at a time, so its hot loop runs values / values_per_iteration × ceil(rows / code.rows) times.
+
+    Parameters
+    ----------
+    problem : Problem
+    candidate : Candidate
+    tokens : int
+        Context length.
+    codes : iterable of Code
+        The candidate's hot tile functions, one for each packed operand.
+    line_bytes : int
+        Cache line size of the device.
+
+    Raises
+    ------
+    CompileError
+        If a hot loop cannot be counted.
+    LayoutError
+        If the candidate lacks a layout that the operator or a code needs.
+    ProblemError
+        If ``tokens`` is no context length.
+    """
+    check_tokens(tokens)
+    instructions = dict.fromkeys(CLASSES, 0.0)
+    unpack_ops, per_32 = 0.0, []
+    for code in codes:
+        channels = stored_channels(layout_of(candidate, code.role), problem.head_dim)
+        passes = -(-problem.rows // code.rows)
+        values = problem.kv_heads * stored_tokens(tokens) * channels * passes
+        for kind, count in instruction_counts(code).items():
+            instructions[kind] += count * values / code.values_per_iteration
+        per_32.append(unpack_ops_per_32(code))
+        unpack_ops += per_32[-1] * values / 32
+    traffic = call_bytes(problem, candidate, tokens, line_bytes)
+    return Features(
+        bytes=traffic,
+        working_set_bytes=traffic + _small_operand_bytes(problem, tokens),
+        instructions=instructions,
+        unpack_ops=unpack_ops,
+        unpack_ops_per_32=sum(per_32) / len(per_32) if per_32 else 0.0,
+        exponentials=problem.heads * problem.query_rows * tokens if problem.operator == "attend" else 0,
+        tasks=problem.kv_heads * candidate.schedule.splits,
+        threads=candidate.schedule.threads,
+    )
+
+
+def _small_operand_bytes(problem: Problem, tokens: int) -> int:
+    """Float32 operand and result: channels or scores, for every query head and position."""
+    rows = problem.heads * problem.query_rows
+    widths = {"attend": 2 * problem.head_dim, "qk": problem.head_dim + tokens, "sv": tokens + problem.head_dim}
+    return rows * widths[problem.operator] * FLOAT_BYTES

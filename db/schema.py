@@ -1,0 +1,247 @@
+"""The schema: its version, and the migrations that lead to it.
+
+``PRAGMA application_id`` says that a file is ours and ``PRAGMA user_version`` counts the migrations it has had. Names
+(fingerprints, problem keys, candidate names, toolchains, reasons) are stored once each and referred to by id; the views
+put them back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from sqlite3 import Error
+
+from sqlite_utils import Database
+
+from ..kernels.errors import DatabaseError
+from .records import PROTOCOLS, PROVENANCES, RUN_STATUSES, STATUSES
+from .transaction import write
+
+APPLICATION_ID = int.from_bytes(b"lowb", "big")
+
+Migration = Callable[[Database], None]
+
+
+def _quoted(values: Sequence[str]) -> str:
+    return ", ".join(f"'{value}'" for value in values)
+
+
+def _tables(db: Database) -> None:
+    db.executescript(f"""
+        CREATE TABLE devices (
+            id INTEGER PRIMARY KEY,
+            fingerprint TEXT NOT NULL UNIQUE,
+            name TEXT,
+            isa TEXT,
+            cores INTEGER,
+            description TEXT NOT NULL DEFAULT '{{}}' CHECK (json_valid(description)),
+            created TEXT NOT NULL
+        );
+        CREATE TABLE toolchains (
+            id INTEGER PRIMARY KEY,
+            name TEXT NOT NULL UNIQUE
+        );
+        CREATE TABLE problems (
+            id INTEGER PRIMARY KEY,
+            key TEXT NOT NULL UNIQUE,
+            operator TEXT NOT NULL,
+            heads INTEGER NOT NULL CHECK (heads > 0),
+            kv_heads INTEGER NOT NULL CHECK (kv_heads > 0),
+            head_dim INTEGER NOT NULL CHECK (head_dim > 0),
+            query_rows INTEGER NOT NULL CHECK (query_rows > 0),
+            precision TEXT NOT NULL
+        );
+        CREATE INDEX problems_family ON problems (operator, precision, head_dim);
+        CREATE TABLE candidates (
+            id INTEGER PRIMARY KEY,
+            name TEXT NOT NULL UNIQUE,
+            layout TEXT NOT NULL,
+            pipeline TEXT,
+            schedule TEXT
+        );
+        CREATE TABLE spaces (
+            problem_id INTEGER NOT NULL REFERENCES problems (id),
+            device_id INTEGER NOT NULL REFERENCES devices (id),
+            position INTEGER NOT NULL,
+            candidate_id INTEGER NOT NULL REFERENCES candidates (id),
+            PRIMARY KEY (problem_id, device_id, position),
+            UNIQUE (problem_id, device_id, candidate_id)
+        ) WITHOUT ROWID;
+        CREATE INDEX spaces_candidate ON spaces (candidate_id);
+        CREATE TABLE reasons (
+            id INTEGER PRIMARY KEY,
+            text TEXT NOT NULL UNIQUE
+        );
+        CREATE TABLE rejections (
+            problem_id INTEGER NOT NULL REFERENCES problems (id),
+            device_id INTEGER NOT NULL REFERENCES devices (id),
+            position INTEGER NOT NULL,
+            candidate_id INTEGER NOT NULL REFERENCES candidates (id),
+            reason_id INTEGER NOT NULL REFERENCES reasons (id),
+            PRIMARY KEY (problem_id, device_id, position)
+        ) WITHOUT ROWID;
+        CREATE INDEX rejections_reason ON rejections (reason_id);
+        CREATE TABLE features (
+            id INTEGER PRIMARY KEY,
+            device_id INTEGER NOT NULL REFERENCES devices (id),
+            problem_id INTEGER NOT NULL REFERENCES problems (id),
+            tokens INTEGER NOT NULL CHECK (tokens > 0),
+            toolchain_id INTEGER NOT NULL REFERENCES toolchains (id),
+            candidate_id INTEGER NOT NULL REFERENCES candidates (id),
+            payload TEXT NOT NULL CHECK (json_valid(payload)),
+            UNIQUE (device_id, problem_id, tokens, toolchain_id, candidate_id)
+        );
+        CREATE TABLE calibrations (
+            id INTEGER PRIMARY KEY AUTOINCREMENT,
+            device_id INTEGER NOT NULL REFERENCES devices (id),
+            threads INTEGER NOT NULL CHECK (threads > 0),
+            toolchain_id INTEGER NOT NULL REFERENCES toolchains (id),
+            payload TEXT NOT NULL CHECK (json_valid(payload)),
+            created TEXT NOT NULL
+        );
+        CREATE INDEX calibrations_device ON calibrations (device_id, threads, id);
+        CREATE TABLE runs (
+            id INTEGER PRIMARY KEY AUTOINCREMENT,
+            command TEXT NOT NULL,
+            started TEXT NOT NULL,
+            finished TEXT,
+            status TEXT NOT NULL CHECK (status IN ({_quoted(RUN_STATUSES)}))
+        );
+        CREATE TABLE measurements (
+            id INTEGER PRIMARY KEY AUTOINCREMENT,
+            run_id INTEGER REFERENCES runs (id),
+            device_id INTEGER NOT NULL REFERENCES devices (id),
+            problem_id INTEGER NOT NULL REFERENCES problems (id),
+            tokens INTEGER NOT NULL CHECK (tokens > 0),
+            toolchain_id INTEGER NOT NULL REFERENCES toolchains (id),
+            candidate_id INTEGER NOT NULL REFERENCES candidates (id),
+            protocol TEXT NOT NULL CHECK (protocol IN ({_quoted(PROTOCOLS)})),
+            status TEXT NOT NULL CHECK (status IN ({_quoted(STATUSES)})),
+            median_us REAL CHECK (median_us > 0 AND median_us < 1e300),
+            spread REAL,
+            samples INTEGER NOT NULL,
+            max_error REAL,
+            message TEXT NOT NULL,
+            created TEXT NOT NULL,
+            CHECK (status NOT IN ('ok', 'slow') OR median_us IS NOT NULL)
+        );
+        CREATE INDEX measurements_newest
+            ON measurements (device_id, problem_id, tokens, toolchain_id, candidate_id, protocol, id);
+        CREATE INDEX measurements_run ON measurements (run_id);
+        CREATE TABLE winners (
+            id INTEGER PRIMARY KEY,
+            device_id INTEGER NOT NULL REFERENCES devices (id),
+            problem_id INTEGER NOT NULL REFERENCES problems (id),
+            tokens INTEGER NOT NULL CHECK (tokens > 0),
+            toolchain_id INTEGER NOT NULL REFERENCES toolchains (id),
+            tokens_from INTEGER NOT NULL CHECK (tokens_from BETWEEN 1 AND tokens),
+            tokens_to INTEGER CHECK (tokens_to >= tokens),
+            candidate_id INTEGER NOT NULL REFERENCES candidates (id),
+            provenance TEXT NOT NULL CHECK (provenance IN ({_quoted(PROVENANCES)})),
+            predicted_us REAL CHECK (predicted_us > 0 AND predicted_us < 1e300),
+            median_us REAL CHECK (median_us > 0 AND median_us < 1e300),
+            spread REAL,
+            samples INTEGER NOT NULL,
+            protocol TEXT CHECK (protocol IN ({_quoted(PROTOCOLS)})),
+            baseline_us REAL CHECK (baseline_us > 0 AND baseline_us < 1e300),
+            bandwidth_share REAL,
+            created TEXT NOT NULL,
+            UNIQUE (device_id, problem_id, tokens, toolchain_id),
+            CHECK (provenance = 'predicted' OR median_us IS NOT NULL)
+        );
+        CREATE TABLE ties (
+            winner_id INTEGER NOT NULL REFERENCES winners (id) ON DELETE CASCADE,
+            position INTEGER NOT NULL,
+            candidate_id INTEGER NOT NULL REFERENCES candidates (id),
+            PRIMARY KEY (winner_id, position)
+        ) WITHOUT ROWID;
+    """)
+
+
+def _views(db: Database) -> None:
+    db.create_view(
+        "best",
+        """
+        SELECT d.name AS device, p.key AS problem, w.tokens, w.tokens_from, w.tokens_to,
+               c.layout, c.pipeline, c.schedule,
+               w.provenance, w.predicted_us, w.median_us, w.spread, w.samples, w.protocol,
+               w.baseline_us / w.median_us AS speedup, w.bandwidth_share,
+               (SELECT count(*) FROM ties WHERE ties.winner_id = w.id) AS tied,
+               d.fingerprint, t.name AS toolchain, w.created
+        FROM winners w
+        JOIN devices d ON d.id = w.device_id
+        JOIN problems p ON p.id = w.problem_id
+        JOIN candidates c ON c.id = w.candidate_id
+        JOIN toolchains t ON t.id = w.toolchain_id
+        ORDER BY d.name, p.key, w.tokens
+        """,
+    )
+    db.create_view(
+        "timings",
+        """
+        SELECT m.id, d.name AS device, p.key AS problem, m.tokens, m.protocol, m.status, m.median_us, m.spread,
+               m.samples, m.max_error, m.message, c.layout, c.pipeline, c.schedule, d.fingerprint,
+               t.name AS toolchain, m.run_id, m.created
+        FROM measurements m
+        JOIN devices d ON d.id = m.device_id
+        JOIN problems p ON p.id = m.problem_id
+        JOIN candidates c ON c.id = m.candidate_id
+        JOIN toolchains t ON t.id = m.toolchain_id
+        WHERE m.id = (SELECT max(n.id) FROM measurements n
+                      WHERE n.device_id = m.device_id AND n.problem_id = m.problem_id AND n.tokens = m.tokens
+                        AND n.toolchain_id = m.toolchain_id AND n.candidate_id = m.candidate_id
+                        AND n.protocol = m.protocol)
+        """,
+    )
+    db.create_view(
+        "pruned",
+        """
+        SELECT p.key AS problem, d.name AS device, r.text AS reason, count(*) AS candidates
+        FROM rejections j
+        JOIN problems p ON p.id = j.problem_id
+        JOIN devices d ON d.id = j.device_id
+        JOIN reasons r ON r.id = j.reason_id
+        GROUP BY j.problem_id, j.device_id, j.reason_id
+        ORDER BY p.key, candidates DESC
+        """,
+    )
+
+
+def _first(db: Database) -> None:
+    _tables(db)
+    _views(db)
+
+
+MIGRATIONS: tuple[Migration, ...] = (_first,)
+"""The n-th leads from schema version n to n + 1. Append only: files of every earlier version exist."""
+
+SCHEMA_VERSION = len(MIGRATIONS)
+
+
+def pragma(db: Database, name: str) -> int:
+    """Value of an integer ``PRAGMA``."""
+    return int(db.conn.execute(f"PRAGMA {name}").fetchone()[0])
+
+
+def migrate(db: Database, migrations: Sequence[Migration] = MIGRATIONS) -> None:
+    """Bring ``db`` to the newest schema, one transaction a version.
+
+    Foreign keys are left switched off, so that a migration can rebuild tables, and are checked before each commit.
+
+    Raises
+    ------
+    DatabaseError
+        If a migration fails; the file then stays at the version before it.
+    """
+    db.conn.execute("PRAGMA foreign_keys = OFF")
+    while (version := pragma(db, "user_version")) < len(migrations):
+        try:
+            with write(db):
+                # Another process may have migrated while this one waited for the lock.
+                if pragma(db, "user_version") == version:
+                    migrations[version](db)
+                    if db.conn.execute("PRAGMA foreign_key_check").fetchone() is not None:
+                        raise DatabaseError("rows would refer to nothing")
+                    db.conn.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+                    db.conn.execute(f"PRAGMA user_version = {version + 1}")
+        except (Error, DatabaseError) as error:
+            raise DatabaseError(f"cannot migrate from schema {version} to {version + 1}: {error}") from error

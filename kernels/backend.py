@@ -1,0 +1,126 @@
+"""The seam between what is computed and a device that computes it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .candidate import Candidate
+from .problem import Problem
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A candidate that cannot exist on a device, with the reason, in words a user can act on."""
+
+    candidate: Candidate
+    reason: str
+
+
+@dataclass(frozen=True)
+class Code:
+    """Generated code of one hot tile function.
+
+    Attributes
+    ----------
+    role : str
+        ``k`` (dot a tile) or ``v`` (accumulate a tile).
+    symbol : str
+        The function's name in both texts.
+    ir : str
+        LLVM IR before optimisation, or the device's source language.
+    assembly : str
+        What the device's compiler made of it.
+    values_per_iteration : int
+        Codes of the packed operand that one iteration of the hot loop consumes.
+    rows : int
+        Rows of the small operand that the same iteration serves.
+    packing : str
+        Name of the packing it unpacks.
+    """
+
+    role: str
+    symbol: str
+    ir: str
+    assembly: str
+    values_per_iteration: int
+    rows: int
+    packing: str
+
+
+class Kernel(ABC):
+    """One compiled candidate. Owned by the caller; calls on one kernel must not overlap in time."""
+
+    problem: Problem
+    candidate: Candidate
+
+    @abstractmethod
+    def pack(self, role: str, values: Array, capacity: int | None = None) -> Any:
+        """Quantise float ``values`` (kv_heads, tokens, head_dim) and pack them as ``role`` (``k`` or ``v``) wants."""
+
+    @abstractmethod
+    def __call__(self, *operands: Any, tokens: int | None = None, out: Array | None = None) -> Array:
+        """Run on packed operands: ``attend(q, k, v)``, ``qk(q, k)`` or ``sv(p, v)``.
+
+        ``q`` is float32 (heads, query_rows, head_dim); see `lowbit.kernels.reference` for each operator's shapes.
+        """
+
+
+class Backend(ABC):
+    """One device family: legality, compilation, generated code.
+
+    Stateless but for caches; safe to use from several threads. Nothing touches the device before the first method call.
+    """
+
+    name: str
+
+    @abstractmethod
+    def target(self) -> str:
+        """The instruction set that kernels are compiled for (``avx2``), part of every stored measurement's identity."""
+
+    @abstractmethod
+    def toolchain(self) -> str:
+        """Versions and source digest that a measurement depends on; a change makes stored measurements stale."""
+
+    @abstractmethod
+    def space(self, problem: Problem, threads: int) -> Iterator[Candidate | Rejected]:
+        """Every candidate of ``problem``, each impossible one as `Rejected` with its reason. Deterministic order."""
+
+    @abstractmethod
+    def baseline(self, problem: Problem, threads: int) -> Candidate:
+        """Row-major storage dequantised to float in the hot loop: what speed-ups are quoted against."""
+
+    @abstractmethod
+    def compile(self, problem: Problem, candidate: Candidate) -> Kernel:
+        """Compile, or raise `CompileError` with a reason."""
+
+    @abstractmethod
+    def code(self, problem: Problem, candidate: Candidate) -> list[Code]:
+        """Generated code of the candidate's tile functions, without running anything."""
+
+
+def backend_named(name: str) -> Backend:
+    """The backend called ``name``.
+
+    Raises
+    ------
+    DeviceError
+        If there is none.
+    """
+    from .cpu.backend import CpuBackend
+    from .errors import DeviceError
+
+    if name != "cpu":
+        raise DeviceError(f"unknown device {name!r}: this release tunes for 'cpu'")
+    return CpuBackend()
+
+
+def as_float32(values: Array) -> NDArray[np.float32]:
+    return np.ascontiguousarray(values, np.float32)

@@ -1,0 +1,76 @@
+"""LLVM for one instruction set: verified, optimised modules and their assembly, for any target LLVM knows."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any
+
+from llvmlite import binding, ir
+
+from ..errors import CompileError
+from .isa import Isa, runs_here
+
+_LOCK = threading.Lock()
+
+
+@functools.cache
+def _initialise() -> None:
+    binding.initialize_all_targets()
+    binding.initialize_all_asmprinters()
+
+
+def target_machine(isa: Isa, jit: bool = False) -> Any:
+    """An LLVM target machine for ``isa``; the generic one is of this host's family."""
+    _initialise()
+    triple, cpu = isa.triple, isa.cpu
+    if jit or (isa.name == "generic" and runs_here(isa)):
+        triple = binding.get_process_triple()
+    if not triple.startswith("x86_64") and isa.name == "generic":
+        cpu = ""
+    return binding.Target.from_triple(triple).create_target_machine(cpu=cpu, features=isa.features, opt=3, jit=jit)
+
+
+def optimised(module: ir.Module, isa: Isa) -> Any:
+    """Parse, verify and optimise ``module``; loops keep the trip counts that the tiles were emitted with.
+
+    Raises
+    ------
+    CompileError
+        If LLVM rejects the module.
+    """
+    machine = target_machine(isa)
+    module.triple = machine.triple
+    for function in module.functions:
+        # Tiles are emitted to be merged into a kernel's module; alone they must survive without a caller.
+        if not function.is_declaration:
+            function.linkage = "external"
+    try:
+        parsed = binding.parse_assembly(str(module))
+        parsed.verify()
+    except RuntimeError as error:
+        raise CompileError(f"LLVM rejected the generated code: {str(error).splitlines()[0]}") from None
+    options = binding.create_pipeline_tuning_options(speed_level=3)
+    options.loop_unrolling = False
+    builder = binding.create_pass_builder(machine, options)
+    manager = builder.getModulePassManager()
+    manager.run(parsed, builder)
+    return parsed
+
+
+def assembly(module: ir.Module, isa: Isa) -> str:
+    """Assembly text of ``module`` for ``isa``."""
+    with _LOCK:
+        return str(target_machine(isa).emit_assembly(optimised(module, isa)))
+
+
+def load(module: ir.Module, isa: Isa) -> Any:
+    """Machine code of ``module`` in this process: an engine whose ``get_function_address`` names its functions.
+
+    Code is compiled for ``isa`` and not for the host, so that a simulated smaller machine runs what it would run.
+    """
+    with _LOCK:
+        parsed = optimised(module, isa)
+        engine = binding.create_mcjit_compiler(parsed, target_machine(isa, jit=True))
+        engine.finalize_object()
+        return engine

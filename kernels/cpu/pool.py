@@ -1,0 +1,445 @@
+"""A persistent fork/join pool for compiled tasks, cheap enough to fork several times per decoded token.
+
+Workers are Python threads, each pinned to a core, that live inside compiled code: they spin on a generation counter and
+claim task indices by compare-and-swap. After a bounded idle time they return to Python and block on a lock, so an idle
+pool costs nothing. The calling thread takes part and never waits for a worker that has claimed nothing: on a crowded
+machine it simply runs every task itself.
+
+The ticket, one 64-bit word, holds the generation (upper half) and the next unclaimed index (lower half). A claim is a
+compare-and-swap of the whole ticket, so it can only succeed while its generation still has an unclaimed task, which is
+also as long as that generation's function and arguments stay valid. Before they are replaced the ticket is closed (its
+lower half all ones), which fails every claim that read the new values against the old ticket.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import os
+import platform
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+_LINE = 16  # 64-bit words between two shared words: 128 bytes, so that neither a line nor its prefetched twin is shared
+_IDLE_US = 500.0  # how long a worker spins before it blocks: longer than the gap between two layers of a small model
+_STOP, _PARKED = 3 * _LINE, 4 * _LINE
+
+_IR = """
+{yield_declaration}
+define internal void @relax() alwaysinline {{
+  call void asm sideeffect "{pause}", "~{{memory}}"()
+  ret void
+}}
+
+define void @inline(i64 %function, i64 %args, i64 %tasks) {{
+entry:
+  %f = inttoptr i64 %function to ptr
+  %a = inttoptr i64 %args to ptr
+  br label %head
+head:
+  %i = phi i64 [ 0, %entry ], [ %next, %body ]
+  %more = icmp slt i64 %i, %tasks
+  br i1 %more, label %body, label %done
+body:
+  call void %f(ptr %a, i64 %i)
+  %next = add i64 %i, 1
+  br label %head
+done:
+  ret void
+}}
+
+define internal void @claim(ptr %s, i64 %rank) {{
+entry:
+  %done.p = getelementptr i64, ptr %s, i64 {done}
+  %function.p = getelementptr i64, ptr %s, i64 {function}
+  %args.p = getelementptr i64, ptr %function.p, i64 1
+  %tasks.p = getelementptr i64, ptr %function.p, i64 2
+  %limit.p = getelementptr i64, ptr %function.p, i64 3
+  br label %head
+head:
+  %ticket = load atomic i64, ptr %s acquire, align 8
+  %index = and i64 %ticket, 4294967295
+  %function = load atomic i64, ptr %function.p acquire, align 8
+  %args = load atomic i64, ptr %args.p acquire, align 8
+  %tasks = load atomic i64, ptr %tasks.p acquire, align 8
+  %limit = load atomic i64, ptr %limit.p acquire, align 8
+  %left = icmp ult i64 %index, %tasks
+  %mine = icmp ult i64 %rank, %limit
+  %go = and i1 %left, %mine
+  br i1 %go, label %try, label %out
+try:
+  %next = add i64 %ticket, 1
+  %pair = cmpxchg ptr %s, i64 %ticket, i64 %next seq_cst seq_cst
+  %won = extractvalue {{ i64, i1 }} %pair, 1
+  br i1 %won, label %work, label %head
+work:
+  %f = inttoptr i64 %function to ptr
+  %a = inttoptr i64 %args to ptr
+  call void %f(ptr %a, i64 %index)
+  %count = atomicrmw add ptr %done.p, i64 1 seq_cst
+  br label %head
+out:
+  ret void
+}}
+
+; Opens a generation; returns how many workers are parked.
+define i64 @publish(ptr %s, i64 %function, i64 %args, i64 %tasks, i64 %limit) {{
+entry:
+  %done.p = getelementptr i64, ptr %s, i64 {done}
+  %function.p = getelementptr i64, ptr %s, i64 {function}
+  %args.p = getelementptr i64, ptr %function.p, i64 1
+  %tasks.p = getelementptr i64, ptr %function.p, i64 2
+  %limit.p = getelementptr i64, ptr %function.p, i64 3
+  %old = load atomic i64, ptr %s acquire, align 8
+  %closed = or i64 %old, 4294967295
+  store atomic i64 %closed, ptr %s seq_cst, align 8
+  store atomic i64 %function, ptr %function.p release, align 8
+  store atomic i64 %args, ptr %args.p release, align 8
+  store atomic i64 %tasks, ptr %tasks.p release, align 8
+  store atomic i64 %limit, ptr %limit.p release, align 8
+  store atomic i64 0, ptr %done.p release, align 8
+  %open = add i64 %closed, 1
+  store atomic i64 %open, ptr %s seq_cst, align 8
+  br label %head
+head:
+  %rank = phi i64 [ 1, %entry ], [ %rank.next, %body ]
+  %parked = phi i64 [ 0, %entry ], [ %parked.next, %body ]
+  %more = icmp ult i64 %rank, %limit
+  br i1 %more, label %body, label %end
+body:
+  %line = mul i64 %rank, {line}
+  %word = add i64 %line, {parked}
+  %flag.p = getelementptr i64, ptr %s, i64 %word
+  %flag = load atomic i64, ptr %flag.p seq_cst, align 8
+  %parked.next = add i64 %parked, %flag
+  %rank.next = add i64 %rank, 1
+  br label %head
+end:
+  ret i64 %parked
+}}
+
+; Takes a worker's parked flag: 1 if it was parked and the taker owes it a wake-up.
+define i64 @unpark(ptr %s, i64 %rank) {{
+  %line = mul i64 %rank, {line}
+  %word = add i64 %line, {parked}
+  %flag.p = getelementptr i64, ptr %s, i64 %word
+  %flag = atomicrmw xchg ptr %flag.p, i64 0 seq_cst
+  ret i64 %flag
+}}
+
+; The caller's share of a generation, then the wait for the workers' claimed tasks.
+define void @join(ptr %s) {{
+entry:
+  call void @claim(ptr %s, i64 0)
+  %done.p = getelementptr i64, ptr %s, i64 {done}
+  %tasks.p = getelementptr i64, ptr %s, i64 {tasks}
+  %tasks = load atomic i64, ptr %tasks.p acquire, align 8
+  br label %head
+head:
+  %spun = phi i64 [ 0, %entry ], [ %next, %wait ], [ 0, %polite ]
+  %count = load atomic i64, ptr %done.p acquire, align 8
+  %finished = icmp eq i64 %count, %tasks
+  br i1 %finished, label %end, label %wait
+wait:
+  call void @relax()
+  %next = add i64 %spun, 1
+  %long = icmp ugt i64 %next, 512
+  br i1 %long, label %polite, label %head
+polite:
+  {yield_call}
+  br label %head
+end:
+  ret void
+}}
+
+; A worker's life between two parkings: 1 to be called again, 0 to block until woken.
+define i64 @serve(ptr %s, i64 %rank, i64 %spins) {{
+entry:
+  %stop.p = getelementptr i64, ptr %s, i64 {stop}
+  %line = mul i64 %rank, {line}
+  %word = add i64 %line, {parked}
+  %flag.p = getelementptr i64, ptr %s, i64 %word
+  br label %start
+start:
+  %ticket = load atomic i64, ptr %s acquire, align 8
+  %generation = lshr i64 %ticket, 32
+  call void @claim(ptr %s, i64 %rank)
+  br label %spin
+spin:
+  %spun = phi i64 [ 0, %start ], [ %next, %idle ]
+  %seen = load atomic i64, ptr %s acquire, align 8
+  %seen.generation = lshr i64 %seen, 32
+  %same = icmp eq i64 %seen.generation, %generation
+  br i1 %same, label %idle, label %start
+idle:
+  call void @relax()
+  %stopping = load atomic i64, ptr %stop.p acquire, align 8
+  %next = add i64 %spun, 1
+  %long = icmp ugt i64 %next, %spins
+  %leave = icmp ne i64 %stopping, 0
+  %give.up = or i1 %long, %leave
+  br i1 %give.up, label %park, label %spin
+park:
+  %was = atomicrmw xchg ptr %flag.p, i64 1 seq_cst
+  %again = load atomic i64, ptr %s seq_cst, align 8
+  %again.generation = lshr i64 %again, 32
+  %quiet = icmp eq i64 %again.generation, %generation
+  br i1 %quiet, label %block, label %withdraw
+withdraw:
+  %mine = atomicrmw xchg ptr %flag.p, i64 0 seq_cst
+  ret i64 %mine
+block:
+  ret i64 0
+}}
+
+; `spins` turns of an idle worker's loop, to learn how long one takes.
+define void @pace(ptr %s, i64 %spins) {{
+entry:
+  br label %head
+head:
+  %i = phi i64 [ 0, %entry ], [ %next, %head ]
+  %seen = load atomic i64, ptr %s acquire, align 8
+  call void @relax()
+  %next = add i64 %i, 1
+  %more = icmp ult i64 %next, %spins
+  br i1 %more, label %head, label %end
+end:
+  ret void
+}}
+"""
+
+
+class Pool:
+    """Fork/join over ``threads`` threads, the caller being one of them.
+
+    Made by `pool`. Calls from several Python threads are serialised. A task must not call back into the pool that runs
+    it. After a fork the child's pool has no workers until it runs something; at interpreter exit they end, and the
+    caller runs every task.
+
+    Parameters
+    ----------
+    threads : int
+        Threads that share the tasks; more than the cores is allowed, and then idle workers block at once.
+    """
+
+    def __init__(self, threads: int) -> None:
+        if threads < 1:
+            raise ValueError(f"a pool needs at least one thread, not {threads}")
+        self.threads = threads
+        self._stopped = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()
+        self._workers: list[tuple[threading.Thread, threading.Lock]] = []
+        words = _PARKED + (self.threads + 1) * _LINE
+        self._memory = (ctypes.c_int64 * words)()
+        start = ctypes.addressof(self._memory)
+        self._state = start + -start % (8 * _LINE)
+
+    def run(self, function_address: int, args_address: int, tasks: int, threads: int | None = None) -> None:
+        """Call ``void f(void *args, int64_t index)`` once for every index in ``[0, tasks)`` and wait for all.
+
+        Parameters
+        ----------
+        function_address, args_address : int
+            The compiled task, which must not need the interpreter lock nor raise, and the pointer passed to it.
+        tasks : int
+            Below 2**31.
+        threads : int, optional
+            Use at most this many of the pool's threads; 1 runs every task inline, in order.
+
+        Raises
+        ------
+        ValueError
+            If a count is out of range or the function is null.
+        """
+        limit = self.threads if threads is None else min(threads, self.threads)
+        if not 0 <= tasks < 2**31 or limit < 1 or not function_address:
+            raise ValueError(f"cannot run {tasks} tasks of function {function_address:#x} on {limit} threads")
+        native = _native()
+        limit = min(limit, tasks)
+        if limit <= 1:
+            native.inline(function_address, args_address, tasks)
+            return
+        with self._lock:
+            if not self._workers and not self._stopped:
+                self._start(native)
+            # An interrupt between publishing and joining must not free arguments that workers still read.
+            try:
+                if native.publish(self._state, function_address, args_address, tasks, limit):
+                    self._wake(native, limit)
+            finally:
+                native.join(self._state)
+
+    def _start(self, native: _Native) -> None:
+        cpus = allowed_cpus()
+        spins = 0 if self.threads > len(cpus) else native.idle_spins(self._state)
+        for rank in range(1, self.threads):
+            gate = threading.Lock()
+            gate.acquire()
+            cpu = cpus[rank % len(cpus)]
+            arguments = (native, self._state, self._memory, rank, spins, gate, cpu)
+            thread = threading.Thread(target=_live, args=arguments, name=f"lowbit-{rank}", daemon=True)
+            thread.start()
+            self._workers.append((thread, gate))
+
+    def _wake(self, native: _Native, limit: int) -> None:
+        for rank, (_, gate) in enumerate(self._workers[: limit - 1], 1):
+            if native.unpark(self._state, rank):
+                gate.release()
+
+    def stop(self) -> None:
+        """End the workers; whatever runs later runs on its caller alone."""
+        with self._lock:
+            self._stopped = True
+            if not self._workers:
+                return
+            native = _native()
+            ctypes.c_int64.from_address(self._state + 8 * _STOP).value = 1
+            deadline = time.monotonic() + 1.0
+            for rank, (thread, gate) in enumerate(self._workers, 1):
+                # A worker may be on its way to park: keep offering the wake-up until it is gone.
+                while thread.is_alive() and time.monotonic() < deadline:
+                    if native.unpark(self._state, rank):
+                        gate.release()
+                    thread.join(0.001)
+            self._workers.clear()
+
+
+def _live(native: _Native, state: int, memory: object, rank: int, spins: int, gate: threading.Lock, cpu: int) -> None:
+    """A worker thread's body; it holds ``memory`` so that the shared words outlive it."""
+    if hasattr(os, "sched_setaffinity"):
+        with suppress(OSError):
+            os.sched_setaffinity(0, {cpu})
+    stop = ctypes.c_int64.from_address(state + 8 * _STOP)
+    while not stop.value:
+        if not native.serve(state, rank, spins):
+            gate.acquire()
+
+
+class _Native:
+    """The compiled half, called through ctypes, which releases the interpreter lock."""
+
+    def __init__(self) -> None:
+        import llvmlite.binding as llvm
+
+        llvm.initialize_native_target()
+        llvm.initialize_native_asmprinter()
+        llvm.initialize_native_asmparser()
+        pause = {"x86_64": "pause", "AMD64": "pause", "aarch64": "yield", "arm64": "yield"}
+        posix = os.name == "posix"
+        text = _IR.format(
+            pause=pause.get(platform.machine(), ""),
+            yield_declaration="declare i32 @sched_yield()" if posix else "",
+            yield_call="%ignored = call i32 @sched_yield()" if posix else "call void @relax()",
+            done=_LINE,
+            function=2 * _LINE,
+            tasks=2 * _LINE + 2,
+            stop=_STOP,
+            parked=_PARKED,
+            line=_LINE,
+        )
+        machine = llvm.Target.from_default_triple().create_target_machine(opt=2)
+        self._engine: Any = llvm.create_mcjit_compiler(llvm.parse_assembly(text), machine)
+        self._engine.finalize_object()
+        word, nothing = ctypes.c_int64, None
+        self.inline = self._function("inline", nothing, word, word, word)
+        self.publish = self._function("publish", word, word, word, word, word, word)
+        self.unpark = self._function("unpark", word, word, word)
+        self.join = self._function("join", nothing, word)
+        self.serve = self._function("serve", word, word, word, word)
+        self.pace = self._function("pace", nothing, word, word)
+
+    def _function(self, name: str, *signature: Any) -> Any:
+        return ctypes.CFUNCTYPE(*signature)(self._engine.get_function_address(name))
+
+    def idle_spins(self, state: int) -> int:
+        """Turns of the idle loop that last `_IDLE_US`."""
+        turns, best = 500, float("inf")
+        for _ in range(3):
+            started = time.perf_counter()
+            self.pace(state, turns)
+            best = min(best, time.perf_counter() - started)
+        return max(int(_IDLE_US * 1e-6 / best * turns), 1)
+
+
+_native = functools.cache(_Native)
+_pools: dict[int, Pool] = {}
+_pools_lock = threading.Lock()
+
+
+def pool(threads: int) -> Pool:
+    """The process's pool of ``threads`` threads. Its workers start with its first parallel run."""
+    with _pools_lock:
+        if threads not in _pools:
+            allowed_cpus()
+            _pools[threads] = Pool(threads)
+        return _pools[threads]
+
+
+def run(function_address: int, args_address: int, tasks: int, threads: int) -> None:
+    """`Pool.run` on the pool of ``threads`` threads."""
+    pool(threads).run(function_address, args_address, tasks)
+
+
+@functools.cache
+def allowed_cpus() -> tuple[int, ...]:
+    """The logical CPUs that this process may use, the first of each physical core before their siblings.
+
+    Read once, at the first pool or pinning, so that a calling thread pinned by `pinned` does not narrow it.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return tuple(range(os.cpu_count() or 1))
+    seen: dict[str, int] = {}
+    ranked = []
+    for cpu in sorted(os.sched_getaffinity(0)):
+        try:
+            core = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
+        except OSError:
+            core = str(cpu)
+        ranked.append((seen.setdefault(core, 0), cpu))
+        seen[core] += 1
+    return tuple(cpu for _, cpu in sorted(ranked))
+
+
+@contextmanager
+def pinned() -> Iterator[None]:
+    """Pin the calling thread to the core that pools leave to their caller, and restore its affinity afterwards.
+
+    Does nothing where the system has no thread affinity.
+    """
+    cpus = allowed_cpus()
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    with suppress(OSError):
+        os.sched_setaffinity(0, {cpus[0]})
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            os.sched_setaffinity(0, before)
+
+
+def _stop_all() -> None:
+    for each in _pools.values():
+        each.stop()
+
+
+def _reset_all() -> None:
+    global _pools_lock
+    _pools_lock = threading.Lock()
+    for each in _pools.values():
+        each._reset()
+
+
+atexit.register(_stop_all)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_reset_all)

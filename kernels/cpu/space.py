@@ -1,0 +1,136 @@
+"""The candidates of a problem on a CPU, and why the others are impossible."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ..backend import Rejected
+from ..candidate import PIPELINES, Candidate, Schedule
+from ..layout import Factor, Layout
+from ..packing import Packing, packing_named, packings
+from ..problem import Problem
+from .isa import Isa
+from .mapping import Infeasible
+from .spec import TileSpec
+
+TOKEN_TILES = (16, 32)
+CHANNEL_TILES = (4, 8, 16, 32, 64)
+PADS = (0, 64)
+
+
+def orders() -> list[str]:
+    """π and ρ that are tried for a cache: row-major, tokens innermost, and tiles of tokens × channels."""
+    names = ["T D"]
+    names += [f"T/{tokens} D t{tokens}" for tokens in TOKEN_TILES]
+    names += [f"T/{t} D/{c} t{t} d{c}" for t, c in itertools.product(TOKEN_TILES, CHANNEL_TILES)]
+    return names
+
+
+def mirrored(order: str) -> str | None:
+    """The order that gives values the register pattern that ``order`` gives keys.
+
+    Keys are reduced over channels and values over tokens, so the two axes change places; tokens then get an outer block of
+    32 again, so that storage grows at its end. None where the block would have to be longer.
+    """
+    factors = [Factor.parse(part) for part in order.split()]
+    if order == "T D":
+        return "T/32 D t32"
+    tokens = next(f for f in factors if f.axis == "T" and f.block == 0).unit
+    run = next((f.unit for f in factors if f.axis == "D" and f.block == 0), 1)
+    if run > 32:
+        return None
+    if run == 1:
+        return f"T/32 D/{tokens} t32 d{tokens}"
+    if run == 32:
+        return f"T/32 D/{tokens} d{tokens} t32"
+    return f"T/32 D/{tokens} t32/{run} d{tokens} t{run}"
+
+
+def layouts(packing: Packing) -> list[tuple[Layout, Layout]]:
+    """(K, V) pairs: values in the keys' own layout, and in its mirror image."""
+    pairs = []
+    for order, pad in itertools.product(orders(), PADS):
+        if pad and order not in ("T D", "T/16 D/4 t16 d4"):
+            continue
+        factors = tuple(map(Factor.parse, order.split()))
+        k = Layout(factors, packing, pad)
+        pairs.append((k, k))
+        mirror = mirrored(order)
+        if mirror is not None:
+            pairs.append((k, Layout(tuple(map(Factor.parse, mirror.split())), packing, pad)))
+    return pairs
+
+
+def schedules(problem: Problem, threads: int) -> list[Schedule]:
+    """Schedules worth trying: one change at a time from a middle one, so that the space stays searchable in minutes."""
+    whole = problem.rows if problem.rows <= 4 else 4
+    base = Schedule(rows=whole, registers=2, block=128, splits=1, prefetch=0, threads=threads)
+    splits = 1 if problem.kv_heads % threads == 0 else threads
+    base = replace(base, splits=splits)
+    changes: list[Schedule] = [base, replace(base, registers=4), replace(base, block=256), replace(base, prefetch=8)]
+    if whole > 1:
+        changes.append(replace(base, rows=(whole + 1) // 2))
+    if threads > 1:
+        changes += [replace(base, splits=splits * 2), replace(base, threads=1, splits=1)]
+    return changes
+
+
+def space(problem: Problem, isa: Isa, threads: int) -> Iterator[Candidate | Rejected]:
+    """See `lowbit.kernels.backend.Backend.space`."""
+    for packing in packings(problem.storage.format):
+        for pipeline in PIPELINES:
+            for k, v in layouts(packing):
+                for schedule in schedules(problem, threads):
+                    candidate = _for_operator(problem, k, v, pipeline, schedule)
+                    if candidate is None:
+                        continue
+                    reason = rejection(problem, candidate, isa)
+                    yield candidate if reason is None else Rejected(candidate, reason)
+
+
+def _for_operator(problem: Problem, k: Layout, v: Layout, pipeline: str, schedule: Schedule) -> Candidate | None:
+    """The candidate with the operands that the operator has; None for a repetition."""
+    if problem.operator == "attend":
+        return Candidate(k, v, pipeline, schedule)
+    if problem.operator == "qk":
+        return Candidate(k, None, pipeline, schedule) if k is v else None
+    return Candidate(None, v, pipeline, schedule)
+
+
+def tile_specs(problem: Problem, candidate: Candidate, isa: Isa) -> list[TileSpec]:
+    """The tile functions that a candidate is made of."""
+    schedule = candidate.schedule
+    return [
+        TileSpec(
+            role, layout, problem.head_dim, isa, candidate.pipeline, schedule.rows, schedule.registers, schedule.prefetch
+        )
+        for role, layout in (("k", candidate.k), ("v", candidate.v))
+        if layout is not None
+    ]
+
+
+def rejection(problem: Problem, candidate: Candidate, isa: Isa) -> str | None:
+    """Why the candidate cannot be compiled for ``isa``, or None."""
+    if candidate.pipeline == "integer" and problem.storage.format == "fp16":
+        return "fp16 has no integer codes to contract"
+    for spec in tile_specs(problem, candidate, isa):
+        try:
+            plan = spec.plan
+        except Infeasible as error:
+            return f"{spec.role.upper()}: {error}"
+        accumulators = len(plan.any.lanes) * spec.rows
+        if accumulators > 2 * isa.registers:
+            return f"{spec.role.upper()}: {accumulators} accumulators would spill from {isa.registers} registers"
+    return None
+
+
+def baseline(problem: Problem, threads: int) -> Candidate:
+    """Row-major storage, dequantised to float in the hot loop, packed as common runtimes do."""
+    name = {"fp16": "fp16", "int8": "int8/bytes/signed", "int4": "int4/contiguous/offset"}[problem.storage.format]
+    layout = Layout.parse(f"T D | {packing_named(name).name}")
+    schedule = schedules(problem, threads)[0]
+    candidate = _for_operator(problem, layout, layout, "float", schedule)
+    assert candidate is not None
+    return candidate

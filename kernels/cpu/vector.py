@@ -1,0 +1,208 @@
+"""LLVM IR for vectors: the small vocabulary that tiles are written in."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from llvmlite import ir
+
+from .isa import Isa
+
+I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
+F32, HALF = ir.FloatType(), ir.HalfType()
+VOID = ir.VoidType()
+BYTES = I8.as_pointer()
+Value = Any
+
+
+@dataclass
+class Loop:
+    """A counted loop being built; see `Emitter.loop`."""
+
+    index: Value
+    carried: list[Value]
+    body: ir.Block
+    after: ir.Block
+    phis: list[Any] = field(default_factory=list)
+
+
+class Emitter:
+    """Writes vector code for one instruction set into a function.
+
+    Parameters
+    ----------
+    builder : llvmlite.ir.IRBuilder
+    isa : Isa
+    """
+
+    def __init__(self, builder: ir.IRBuilder, isa: Isa):
+        self.builder = builder
+        self.isa = isa
+
+    # -- constants ------------------------------------------------------------------------------------------------
+
+    def i64(self, value: int) -> ir.Constant:
+        return ir.Constant(I64, value)
+
+    def constant(self, element: ir.Type, lanes: int, value: float | Sequence[float]) -> ir.Constant:
+        values = list(value) if isinstance(value, Sequence) else [value] * lanes
+        return ir.Constant(ir.VectorType(element, lanes), values)
+
+    # -- memory ---------------------------------------------------------------------------------------------------
+
+    def at(self, base: Value, offset: Value | int) -> Value:
+        """``base`` (bytes) moved by ``offset`` bytes."""
+        if isinstance(offset, int):
+            if offset == 0:
+                return base
+            offset = self.i64(offset)
+        return self.builder.gep(base, [offset])
+
+    def load(self, base: Value, type_: ir.Type, offset: Value | int = 0) -> Value:
+        pointer = self.builder.bitcast(self.at(base, offset), type_.as_pointer())
+        return self.builder.load(pointer, align=1)
+
+    def store(self, value: Value, base: Value, offset: Value | int = 0) -> None:
+        pointer = self.builder.bitcast(self.at(base, offset), value.type.as_pointer())
+        self.builder.store(value, pointer, align=1)
+
+    def prefetch(self, base: Value, offset: int) -> None:
+        call = self.intrinsic("llvm.prefetch.p0", VOID, [BYTES, I32, I32, I32])
+        pointer = self.at(base, offset)
+        self.builder.call(call, [pointer, ir.Constant(I32, 0), ir.Constant(I32, 3), ir.Constant(I32, 1)])
+
+    def intrinsic(self, name: str, result: ir.Type, arguments: Sequence[ir.Type]) -> ir.Function:
+        module = self.builder.module
+        if name in module.globals:
+            return module.globals[name]
+        return ir.Function(module, ir.FunctionType(result, arguments), name)
+
+    def unary(self, name: str, value: Value) -> Value:
+        """A type-overloaded one-operand LLVM intrinsic on a float vector."""
+        lanes = value.type.count
+        function = self.intrinsic(f"llvm.{name}.v{lanes}f32", value.type, [value.type])
+        return self.builder.call(function, [value])
+
+    def binary(self, name: str, a: Value, b: Value) -> Value:
+        function = self.intrinsic(f"llvm.{name}.v{a.type.count}f32", a.type, [a.type, a.type])
+        return self.builder.call(function, [a, b])
+
+    def fma(self, a: Value, b: Value, c: Value) -> Value:
+        """a·b + c; contracted where the target fuses, two operations elsewhere."""
+        function = self.intrinsic(f"llvm.fmuladd.v{a.type.count}f32", a.type, [a.type] * 3)
+        return self.builder.call(function, [a, b, c])
+
+    # -- lanes ----------------------------------------------------------------------------------------------------
+
+    def splat(self, scalar: Value, lanes: int) -> Value:
+        vector = ir.VectorType(scalar.type, lanes)
+        one = self.builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(I32, 0))
+        return self.builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), self.constant(I32, lanes, 0))
+
+    def shuffle(self, a: Value, lanes: Sequence[int], b: Value | None = None) -> Value:
+        if b is None:
+            if list(lanes) == list(range(a.type.count)):
+                return a
+            b = ir.Constant(a.type, ir.Undefined)
+        return self.builder.shuffle_vector(a, b, self.constant(I32, len(lanes), list(lanes)))
+
+    def gather(self, vectors: Sequence[Value], lanes: Sequence[tuple[int, int]]) -> Value:
+        """A vector whose i-th lane is lane ``lanes[i][1]`` of ``vectors[lanes[i][0]]``."""
+        merged: Value = None
+        for source in sorted({source for source, _ in lanes}):
+            mine = [owner == source for owner, _ in lanes]
+            part = self.shuffle(vectors[source], [lane if owned else 0 for owned, (_, lane) in zip(mine, lanes, strict=True)])
+            take = [i + len(lanes) if owned else i for i, owned in enumerate(mine)]
+            merged = part if merged is None else self.shuffle(merged, take, part)
+        return merged
+
+    def fold_pairs(self, a: Value, b: Value) -> Value:
+        """Sums of neighbouring lanes: of ``a`` in the lower half, of ``b`` in the upper half."""
+        lanes = a.type.count
+        even = self.shuffle(a, range(0, 2 * lanes, 2), b)
+        odd = self.shuffle(a, range(1, 2 * lanes, 2), b)
+        add = self.builder.fadd if a.type.element == F32 else self.builder.add
+        return add(even, odd)
+
+    def _reduced(self, vectors: Sequence[Value], combine: Callable[[Value, Value], Value]) -> Value:
+        total = functools.reduce(combine, vectors)
+        while total.type.count > 1:
+            half = total.type.count // 2
+            total = combine(self.shuffle(total, range(half)), self.shuffle(total, range(half, 2 * half)))
+        return self.builder.extract_element(total, ir.Constant(I32, 0))
+
+    def total(self, vectors: Sequence[Value]) -> Value:
+        """Sum of all lanes of float vectors, a scalar."""
+        return self._reduced(vectors, self.builder.fadd)
+
+    def largest(self, vectors: Sequence[Value]) -> Value:
+        """Largest lane of float vectors, a scalar."""
+
+        def larger(a: Value, b: Value) -> Value:
+            return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
+
+        return self._reduced(vectors, larger)
+
+    def widen_half(self, halves: Value) -> Value:
+        """fp16 lanes to float32."""
+        lanes = halves.type.count
+        if self.isa.half_conversion:
+            return self.builder.fpext(halves, ir.VectorType(F32, lanes))
+        # Without hardware: move exponent and mantissa into place and rescale by 2^112; exact for all finite values.
+        bits = self.builder.zext(self.builder.bitcast(halves, ir.VectorType(I16, lanes)), ir.VectorType(I32, lanes))
+        magnitude = self.builder.shl(self.builder.and_(bits, self.constant(I32, lanes, 0x7FFF)), self.constant(I32, lanes, 13))
+        sign = self.builder.shl(self.builder.and_(bits, self.constant(I32, lanes, 0x8000)), self.constant(I32, lanes, 16))
+        scaled = self.builder.fmul(
+            self.builder.bitcast(magnitude, ir.VectorType(F32, lanes)), self.constant(F32, lanes, 2.0**112)
+        )
+        signed = self.builder.or_(self.builder.bitcast(scaled, ir.VectorType(I32, lanes)), sign)
+        return self.builder.bitcast(signed, ir.VectorType(F32, lanes))
+
+    def opaque(self, value: int) -> Value:
+        """``value`` as a number that the optimiser cannot see, so that a loop of few trips stays a loop."""
+        hidden = ir.InlineAsm(ir.FunctionType(I64, [I64]), "", "=r,0", side_effect=False)
+        return self.builder.call(hidden, [self.i64(value)])
+
+    def pin(self, value: Value) -> Value:
+        """``value``, computed before anything that is emitted later.
+
+        Without pins the scheduler gathers a region's loads in front of its arithmetic and spills them.
+        """
+        constraint = {"aarch64": "w"}.get(self.isa.triple.split("-")[0], "v" if self.isa.registers > 16 else "x")
+        signature = ir.FunctionType(value.type, [value.type])
+        barrier = ir.InlineAsm(signature, "", f"={constraint},0,~{{memory}}", side_effect=True)
+        return self.builder.call(barrier, [value])
+
+    # -- control flow ---------------------------------------------------------------------------------------------
+
+    def begin(self, trips: Value, carried: Sequence[Value] = ()) -> Loop:
+        """Open a loop over 0 … trips − 1 that carries values from one iteration to the next."""
+        before = self.builder.block
+        head = self.builder.append_basic_block("loop")
+        body = self.builder.append_basic_block("body")
+        after = self.builder.append_basic_block("after")
+        self.builder.branch(head)
+        self.builder.position_at_end(head)
+        index = self.builder.phi(I64, "i")
+        index.add_incoming(self.i64(0), before)
+        phis = []
+        for value in carried:
+            phi = self.builder.phi(value.type)
+            phi.add_incoming(value, before)
+            phis.append(phi)
+        self.builder.cbranch(self.builder.icmp_signed("<", index, trips), body, after)
+        self.builder.position_at_end(body)
+        return Loop(index, list(phis), body, after, [index, head, *phis])
+
+    def end(self, loop: Loop, carried: Sequence[Value] = ()) -> list[Value]:
+        """Close ``loop``; returns the carried values as they are after it."""
+        index, head, *phis = loop.phis
+        index.add_incoming(self.builder.add(index, self.i64(1)), self.builder.block)
+        for phi, value in zip(phis, carried, strict=True):
+            phi.add_incoming(value, self.builder.block)
+        self.builder.branch(head)
+        self.builder.position_at_end(loop.after)
+        return list(phis)

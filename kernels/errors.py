@@ -1,0 +1,72 @@
+"""Every error that a user can cause, one class a kind.
+
+All of them derive from `LowbitError`; the command prints the message as one line and exits with `exit_status`.
+"""
+
+from __future__ import annotations
+
+
+class LowbitError(Exception):
+    """What was wrong, with which value, and what to do. The message is one line.
+
+    Attributes
+    ----------
+    exit_status : int
+        What the `autotune` command exits with.
+    """
+
+    exit_status = 1
+
+
+class ProblemError(LowbitError, ValueError):
+    """A problem that cannot exist: a head dimension of 7, zero tokens, an unknown precision."""
+
+    exit_status = 2
+
+
+class LayoutError(LowbitError, ValueError):
+    """A layout or packing that is malformed or cannot hold the given shape."""
+
+    exit_status = 2
+
+
+class QuantizationError(LowbitError, ValueError):
+    """Values that cannot be quantised: NaN or infinity, named with their position."""
+
+    exit_status = 2
+
+
+class DeviceError(LowbitError):
+    """An unknown device, or one that this machine lacks."""
+
+    exit_status = 3
+
+
+class CompileError(LowbitError):
+    """A candidate that the backend cannot lower or compile."""
+
+    exit_status = 4
+
+
+class DatabaseError(LowbitError):
+    """A database that cannot be opened, is corrupt, foreign, newer than this release, or locked."""
+
+    exit_status = 5
+
+
+class NoWinnerError(LowbitError, LookupError):
+    """Nothing in the database answers the question that was asked."""
+
+    exit_status = 6
+
+
+class ModelError(LowbitError):
+    """An unknown model preset, or a model file that cannot be read."""
+
+    exit_status = 7
+
+
+class NoiseError(LowbitError):
+    """The machine was too noisy to measure on."""
+
+    exit_status = 8

@@ -1,0 +1,211 @@
+"""The operators in float64, and how far a kernel may be from them.
+
+The ``float`` pipeline is held to the activations as given. The ``integer`` pipeline is held to rounded ones, which is what
+"a8" means: queries to 8 bits a group of 32 channels, products of probability and scale to 7 bits a group of 32 tokens. What
+that rounding costs a model is a question of quality, not of a kernel's correctness.
+
+Query rows of one problem are the last positions of the context: row i of n sees tokens 0 … tokens − n + i (causal inside
+the block), in ``attend``. ``qk`` and ``sv`` are plain contractions.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .problem import GROUP, Problem
+from .quantize import ACTIVATION_LARGEST_CODE, DITHER, LARGEST_WEIGHT, Quantized, quantize
+
+Float64 = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Inputs of one operator: float activations, quantised keys and values.
+
+    Attributes
+    ----------
+    x : ndarray of float32
+        Queries (heads, query_rows, head_dim), or probabilities (heads, query_rows, tokens) for ``sv``.
+    k, v : Quantized or None
+        Shape (kv_heads, tokens, head_dim); None where the operator has no such operand.
+    """
+
+    x: NDArray[np.float32]
+    k: Quantized | None
+    v: Quantized | None
+
+    def first(self, tokens: int) -> Operands:
+        """The same operands cut to their first ``tokens`` tokens."""
+        cut = [q and Quantized(q.format, q.codes[:, :tokens], q.scales[:, :tokens]) for q in (self.k, self.v)]
+        x = self.x[:, :, :tokens] if self.k is None else self.x
+        return Operands(np.ascontiguousarray(x), cut[0], cut[1])
+
+
+def make_operands(problem: Problem, tokens: int, seed: int = 0) -> Operands:
+    """Random operands with the traits that break kernels: outlier channels, a bias, groups of zeros, uneven scales."""
+    rng = np.random.default_rng([seed, problem.head_dim, tokens])
+    shape = (problem.kv_heads, tokens, problem.head_dim)
+
+    def packed(outlier: float) -> Quantized:
+        values = rng.standard_normal(shape, np.float32)
+        values *= np.exp(rng.normal(0, 0.4, shape[:2])).astype(np.float32)[..., None]
+        values += rng.normal(0, 0.5, (shape[0], 1, shape[2])).astype(np.float32)
+        values[:, :, rng.integers(problem.head_dim)] *= outlier
+        values[:, :: max(tokens // 3, 2), :GROUP] = 0
+        return quantize(values, problem.storage)
+
+    k = packed(4.0) if problem.operator != "sv" else None
+    v = packed(2.0) if problem.operator != "qk" else None
+    if problem.operator == "sv":
+        x = rng.exponential(size=(problem.heads, problem.query_rows, tokens)).astype(np.float32)
+        x /= x.sum(axis=2, keepdims=True)
+    else:
+        x = rng.standard_normal((problem.heads, problem.query_rows, problem.head_dim), np.float32)
+    return Operands(x, k, v)
+
+
+def softmax_scale(head_dim: int) -> float:
+    """Factor on the scores of ``attend``: 1/√head_dim."""
+    return 1.0 / math.sqrt(head_dim)
+
+
+def scores(x: NDArray[np.floating], k: Float64, group: int) -> Float64:
+    """q·K per head: (heads, query_rows, tokens)."""
+    return np.einsum("hqd,htd->hqt", x.astype(np.float64), np.repeat(k, group, axis=0), optimize=True)
+
+
+def causal_limit(tokens: int, query_rows: int) -> NDArray[np.int64]:
+    """Tokens that each query row sees; at least one."""
+    return np.maximum(tokens - query_rows + 1 + np.arange(query_rows), 1)
+
+
+def probabilities(s: Float64, query_rows: int) -> Float64:
+    tokens = s.shape[2]
+    hidden = np.arange(tokens)[None, :] >= causal_limit(tokens, query_rows)[:, None]
+    s = np.where(hidden[None], -np.inf, s)
+    p = np.exp(s - s.max(axis=2, keepdims=True))
+    return p / p.sum(axis=2, keepdims=True)
+
+
+def rounded_queries(x: NDArray[np.floating]) -> Float64:
+    """Queries as the integer pipeline sees them: symmetric 8-bit codes a group of 32 channels, times their scale."""
+    rounded = np.zeros(x.shape, np.float64)
+    for start in range(0, x.shape[2], GROUP):
+        part = x[:, :, start : start + GROUP].astype(np.float64)
+        scale = np.abs(part).max(axis=2, keepdims=True) / ACTIVATION_LARGEST_CODE
+        codes = np.floor(np.divide(part, scale, out=np.zeros_like(part), where=scale > 0) + 0.5)
+        rounded[:, :, start : start + GROUP] = codes * scale
+    return rounded
+
+
+def reference(problem: Problem, operands: Operands, pipeline: str = "float") -> Float64:
+    """The operator in float64 on the values that the codes stand for; shapes as in `lowbit.kernels.backend.Kernel`."""
+    x = rounded_queries(operands.x) if pipeline == "integer" and problem.operator != "sv" else operands.x
+    if problem.operator == "qk":
+        assert operands.k is not None
+        return scores(x, operands.k.dequantize(), problem.group)
+    assert operands.v is not None
+    if problem.operator == "sv":
+        p = x.astype(np.float64)
+    else:
+        assert operands.k is not None
+        s = scores(x, operands.k.dequantize(), problem.group) * softmax_scale(problem.head_dim)
+        p = probabilities(s, problem.query_rows)
+    if pipeline == "integer":
+        return _weighted_rounded(p, operands.v, problem.group)
+    return np.einsum("hqt,htd->hqd", p, np.repeat(operands.v.dequantize(), problem.group, axis=0), optimize=True)
+
+
+def weight_steps(p: Float64, scales: Float64) -> tuple[Float64, Float64]:
+    """Products p·scale of one channel group, and the step their 32-token group is rounded with; both (heads, rows, tokens)."""
+    product = p * scales[:, None, :]
+    tokens = product.shape[2]
+    padded = np.zeros((*product.shape[:2], -(-tokens // GROUP) * GROUP))
+    padded[:, :, :tokens] = product
+    step = padded.reshape(*product.shape[:2], -1, GROUP).max(axis=3) / LARGEST_WEIGHT
+    return product, np.repeat(step, GROUP, axis=2)[:, :, :tokens]
+
+
+def _weighted_rounded(p: Float64, v: Quantized, group: int) -> Float64:
+    """Weighted values with products of probability and scale rounded as the integer pipeline rounds them."""
+    codes = np.repeat(v.codes.astype(np.float64), group, axis=0)
+    scales = np.repeat(v.scales.astype(np.float64), group, axis=0)
+    thresholds = np.resize(DITHER, p.shape[2])
+    out = np.zeros((*p.shape[:2], codes.shape[2]))
+    for g in range(scales.shape[2]):
+        product, step = weight_steps(p, scales[:, :, g])
+        ratio = np.divide(product, step, out=np.zeros_like(product), where=step > 0)
+        part = slice(g * GROUP, (g + 1) * GROUP)
+        out[:, :, part] = np.einsum("hqt,htd->hqd", np.floor(ratio + thresholds) * step, codes[:, :, part], optimize=True)
+    return out
+
+
+def error(result: NDArray[np.floating], expected: Float64) -> float:
+    """Largest relative error over (head, query row): ‖result − expected‖ / ‖expected‖; NaN and infinity count as infinite."""
+    if result.shape != expected.shape:
+        return math.inf
+    difference = np.linalg.norm(result.astype(np.float64) - expected, axis=2)
+    scale = np.linalg.norm(expected, axis=2)
+    ratio = difference / np.maximum(scale, np.finfo(np.float32).tiny)
+    return float(ratio.max()) if np.isfinite(ratio).all() else math.inf
+
+
+def tolerance(problem: Problem, operands: Operands, pipeline: str = "float") -> float:
+    """What `error` may reach, from the formats' rounding on these very operands.
+
+    float32 arithmetic: 2e-5 of the operands' magnitude. The integer pipeline may also round an activation to the other side
+    of a threshold now and then, worth a quarter of the rounding's standard deviation Δ/√12, propagated to first order.
+    """
+    expected = reference(problem, operands, pipeline)
+    scale = np.maximum(np.linalg.norm(expected, axis=2), np.finfo(np.float32).tiny)
+    group = problem.group
+    integer = pipeline == "integer"
+    magnitude = np.ones_like(scale)
+    allowed = np.zeros_like(scale)
+    p = operands.x.astype(np.float64)
+    noise = None
+    if operands.k is not None:
+        k = np.repeat(operands.k.dequantize(), group, axis=0)
+        noise = _score_noise(operands.x.astype(np.float64), k) if integer else np.zeros((*scale.shape, k.shape[1]))
+        magnitude = np.linalg.norm(operands.x, axis=2) * np.linalg.norm(k, axis=2).max(axis=1)[:, None]
+        if problem.operator == "qk":
+            allowed = 0.25 * np.linalg.norm(noise, axis=2) + 2e-5 * magnitude * math.sqrt(k.shape[1])
+            return float(np.max(allowed / scale))
+        factor = softmax_scale(problem.head_dim)
+        noise, magnitude = noise * factor, magnitude * factor
+        p = probabilities(scores(operands.x, k, 1) * factor, problem.query_rows)
+    assert operands.v is not None
+    size = np.linalg.norm(np.repeat(operands.v.dequantize(), group, axis=0), axis=2)
+    if noise is not None:
+        allowed = 0.25 * np.sqrt(np.einsum("hqt,ht->hq", (p * noise) ** 2, size**2))
+    if integer:
+        allowed = allowed + 0.25 * _weight_noise(p, operands.v, group)
+    allowed = allowed + 2e-5 * np.maximum(magnitude, 1) * np.einsum("hqt,ht->hq", p, size)
+    return float(np.max(allowed / scale))
+
+
+def _score_noise(x: Float64, k: Float64) -> Float64:
+    """Standard deviation of q·k when q is rounded to 8 bits a group of 32."""
+    head_dim = x.shape[2]
+    variance = np.zeros((*x.shape[:2], k.shape[1]))
+    for start in range(0, head_dim, GROUP):
+        part = slice(start, min(start + GROUP, head_dim))
+        step = np.abs(x[:, :, part]).max(axis=2) / ACTIVATION_LARGEST_CODE
+        variance += (step**2 / 12)[:, :, None] * (k[:, :, part] ** 2).sum(axis=2)[:, None, :]
+    return np.sqrt(variance)
+
+
+def _weight_noise(p: Float64, v: Quantized, group: int) -> Float64:
+    """Standard deviation, per (head, query row), of the error of rounding products of probability and scale."""
+    codes = np.repeat(v.codes.astype(np.float64), group, axis=0)
+    scales = np.repeat(v.scales.astype(np.float64), group, axis=0)
+    variance = np.zeros(p.shape[:2])
+    for g in range(scales.shape[2]):
+        part = codes[:, :, g * GROUP : (g + 1) * GROUP]
+        _, step = weight_steps(p, scales[:, :, g])
+        variance += np.einsum("hqt,ht->hq", step**2 / 12, (part**2).sum(axis=2))
+    return np.sqrt(variance)

@@ -1,0 +1,242 @@
+"""From a tuned database to a kernel: which stored choice answers a question, and what to do when none does."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
+from math import log2
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..db.records import Winner
+from ..db.store import Store
+from ..kernels.backend import Backend, Kernel, backend_named
+from ..kernels.candidate import Candidate
+from ..kernels.errors import CompileError, LayoutError, NoWinnerError, ProblemError
+from ..kernels.problem import Problem, check_tokens
+from .choice import Choice, Entry, Pools, distance, ranked, related
+
+if TYPE_CHECKING:
+    from ..costmodel.device import Device
+
+
+class FallbackWarning(UserWarning):
+    """The database had no exact and current answer; says what was used instead, and why."""
+
+
+class Database:
+    """The winners of one file, held in memory.
+
+    Safe to use from several threads. A kernel that `select` returns is shared by all who ask for the same problem and
+    candidate; calls on it must not overlap in time.
+
+    Parameters
+    ----------
+    path : Path
+        Where the winners come from, for messages.
+    winners : sequence of Winner
+    devices : mapping
+        Descriptions by fingerprint, of which ``isa`` and ``description`` are read.
+    backend : str
+        Name of the backend that compiles.
+    """
+
+    def __init__(
+        self, path: Path, winners: Sequence[Winner], devices: Mapping[str, Mapping[str, Any]], backend: str = "cpu"
+    ) -> None:
+        self.path = path
+        self.winners = tuple(winners)
+        self._devices = devices
+        self._backend_name = backend
+        self._problems: dict[str, Problem] = {}
+        for key in {winner.problem for winner in winners}:
+            with suppress(ProblemError):  # A later release may know operators that this one does not.
+                self._problems[key] = Problem.parse(key)
+        self._pools: dict[tuple[str, Problem], Pools] = {}
+        self._kernels: dict[tuple[Problem, str], Kernel] = {}
+        self._refused: dict[tuple[Problem, str], str] = {}
+        self._announced: set[Problem] = set()
+        self._lock = threading.Lock()
+
+    def select(self, problem: Problem | str, tokens: int, device: str | None = None) -> Kernel:
+        """A compiled kernel for ``problem`` at a context of ``tokens``.
+
+        Tries what is stored in the order of `lowbit.runtime.choice.HOW`, skipping what does not compile. Warns with
+        `FallbackWarning`, once a problem, unless the answer is exact and of the current toolchain.
+
+        Parameters
+        ----------
+        problem : Problem or str
+            The problem, or its `Problem.key`.
+        tokens : int
+        device : str, optional
+            Fingerprint to choose for; this machine's unless given.
+
+        Raises
+        ------
+        ProblemError
+            For a malformed key or ``tokens`` out of range.
+        CompileError
+            If not even the baseline compiles.
+        """
+        problem = _problem(problem)
+        skipped: dict[str, str] = {}
+        for choice in self._choices(problem, check_tokens(tokens), device):
+            name = choice.candidate.name
+            reason = self._refused.get((problem, name))
+            if reason is None:
+                try:
+                    kernel = self._kernel(problem, choice.candidate)
+                except (CompileError, LayoutError) as error:
+                    if choice.how == "default":
+                        raise
+                    reason = self._refused[problem, name] = str(error)
+            if reason is None:
+                self._announce(problem, tokens, choice, skipped)
+                return kernel
+            skipped[name] = reason
+        raise AssertionError("the default comes last and is never refused")
+
+    def choose(self, problem: Problem | str, tokens: int, device: str | None = None) -> Choice:
+        """What `select` would try to compile first: microseconds, once a problem has been asked for.
+
+        Raises
+        ------
+        ProblemError
+            For a malformed key or ``tokens`` out of range.
+        """
+        problem = _problem(problem)
+        choices = self._choices(problem, check_tokens(tokens), device)
+        return next(choice for choice in choices if (problem, choice.candidate.name) not in self._refused)
+
+    def winner(self, problem: Problem | str, tokens: int, device: str | None = None) -> Winner:
+        """The stored winner that `choose` falls on.
+
+        Raises
+        ------
+        NoWinnerError
+            If it falls on the default.
+        ProblemError
+            For a malformed key or ``tokens`` out of range.
+        """
+        problem = _problem(problem)
+        winner = self.choose(problem, tokens, device).winner
+        if winner is None:
+            raise NoWinnerError(f"{self.path} holds no winner for {problem.key}, nor for one like it: tune it first")
+        return winner
+
+    @cached_property
+    def _backend(self) -> Backend:
+        return backend_named(self._backend_name)
+
+    @cached_property
+    def _toolchain(self) -> str:
+        return self._backend.toolchain()
+
+    @cached_property
+    def _machine(self) -> Device:
+        from ..costmodel.device import detect
+
+        return detect()
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        return self._machine.fingerprint
+
+    def _choices(self, problem: Problem, tokens: int, device: str | None) -> Iterator[Choice]:
+        """Every choice, best first, with the default at the end."""
+        yield from ranked(self._pools_of(problem, device or self._fingerprint), tokens)
+        yield Choice(None, self._backend.baseline(problem, self._machine.cores), "default")
+
+    def _pools_of(self, problem: Problem, device: str) -> Pools:
+        known = self._pools.get((device, problem))
+        if known is not None:
+            return known
+        isa = self._devices.get(device, {}).get("isa") or self._machine.isa
+        same: list[Entry] = []
+        family: list[Entry] = []
+        others: list[Entry] = []
+        for winner in self.winners:
+            stored = self._problems.get(winner.problem)
+            if stored is None or not related(stored, problem):
+                continue
+            if winner.device != device and self._devices.get(winner.device, {}).get("isa") != isa:
+                continue
+            entry = self._entry(problem, winner, stored, device)
+            if entry is not None:
+                pool = others if winner.device != device else same if stored == problem else family
+                pool.append(entry)
+        pools = self._pools[device, problem] = Pools(tuple(same), tuple(family), tuple(others))
+        return pools
+
+    def _entry(self, problem: Problem, winner: Winner, stored: Problem, device: str) -> Entry | None:
+        try:
+            candidate = Candidate.parse(winner.candidate)
+        except LayoutError:
+            return None  # For instance the packing of a plugin that this process has not imported.
+        schedule = candidate.schedule
+        if winner.device != device and schedule.threads > self._machine.cores:
+            candidate = replace(candidate, schedule=replace(schedule, threads=self._machine.cores))
+        stale = winner.toolchain != self._toolchain
+        return Entry(winner, candidate, stale, distance(stored, problem), log2(winner.tokens))
+
+    def _kernel(self, problem: Problem, candidate: Candidate) -> Kernel:
+        key = problem, candidate.name
+        kernel = self._kernels.get(key)
+        if kernel is None:
+            with self._lock:
+                kernel = self._kernels.get(key)
+                if kernel is None:
+                    kernel = self._kernels[key] = self._backend.compile(problem, candidate)
+        return kernel
+
+    def _announce(self, problem: Problem, tokens: int, choice: Choice, skipped: Mapping[str, str]) -> None:
+        if (choice.how == "exact" and not choice.stale and not skipped) or problem in self._announced:
+            return
+        self._announced.add(problem)
+        message = f"{problem.key} at {tokens} tokens: {self._reason(choice)}"
+        if skipped:
+            reasons = ", ".join(f"{name} ({reason})" for name, reason in skipped.items())
+            message += f"; skipped what does not compile here: {reasons}"
+        warnings.warn(message, FallbackWarning, stacklevel=3)
+
+    def _reason(self, choice: Choice) -> str:
+        winner = choice.winner
+        if winner is None:
+            return f"{self.path} has nothing that fits; using the untuned baseline, {choice.candidate}"
+        because = {"exact": "", "nearest": "no winner for this length; "}
+        missing = "no winner for this problem here; "
+        where = f"tuned at {winner.tokens} tokens"
+        if choice.how in ("family", "other_device"):
+            where += f" for {winner.problem}"
+        if choice.how == "other_device":
+            where += f" on {self._devices[winner.device].get('description', winner.device)}"
+        if choice.stale:
+            where += f" with another toolchain ({winner.toolchain}, here {self._toolchain})"
+        return f"{because.get(choice.how, missing)}using {choice.candidate}, {where}"
+
+
+def open_db(path: str | Path, backend: str = "cpu") -> Database:
+    """Load a tuned database. Never writes or tunes, and needs no network.
+
+    Parameters
+    ----------
+    path : str or Path
+    backend : str
+        Name of the backend that compiles.
+
+    Raises
+    ------
+    DatabaseError
+        If ``path`` is missing or refused, see `lowbit.db.Store.open`.
+    """
+    with Store.open(path, "read") as store:
+        return Database(Path(path), store.winners(), store.devices(), backend)
+
+
+def _problem(problem: Problem | str) -> Problem:
+    return Problem.parse(problem) if isinstance(problem, str) else problem

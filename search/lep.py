@@ -1,0 +1,17 @@
+"""`lep`: take the prediction's word."""
+
+from __future__ import annotations
+
+from .strategy import Choice, Parameters, Session, Strategy, predicted_choice
+
+
+class Lep(Strategy):
+    """The lowest predicted time; measures nothing."""
+
+    name = "lep"
+
+    def choose(self, session: Session, parameters: Parameters) -> Choice:
+        return predicted_choice(session)
+
+    def planned(self, candidates: int, parameters: Parameters) -> int:
+        return 0

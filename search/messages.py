@@ -1,0 +1,120 @@
+"""What the tuning process and its workers say to each other. All of it pickles, and names candidates by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .rounds import Fault
+from .timing import Slot
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a worker needs to begin.
+
+    Parameters
+    ----------
+    backend : str
+        A name for `backend_named`, or ``module:callable`` that makes a `Backend`.
+    plugins : tuple of str
+        Modules to import first; they may register packings.
+    threads : int
+        Most threads that a candidate uses.
+    cache_bytes : int
+        Size of the last cache level.
+    memory_bytes : int
+        Bound on the packed operands that the worker keeps.
+    search_path : tuple of str
+        The tuning process's ``sys.path``.
+    seed : int
+        Of the operands.
+    """
+
+    backend: str
+    plugins: tuple[str, ...] = ()
+    threads: int = 1
+    cache_bytes: int = 32 << 20
+    memory_bytes: int = 1 << 30
+    search_path: tuple[str, ...] = ()
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Compile ``candidate``, and check it at ``tokens`` and at awkward lengths. Answer: `Prepared` or `Fault`.
+
+    Candidates with the same ``code`` may share machine code and should go to one worker; empty means none do.
+    """
+
+    problem: str
+    tokens: int
+    candidate: str
+    code: str = ""
+
+
+@dataclass(frozen=True)
+class TimeSlot:
+    """Time one slot of ``candidate``. Answer: `Slot` or `Fault`."""
+
+    problem: str
+    tokens: int
+    candidate: str
+    protocol: str
+
+
+@dataclass(frozen=True)
+class Extract:
+    """Features of ``candidates`` at each of ``tokens``. Answer: `Extracted` or `Fault`."""
+
+    problem: str
+    tokens: tuple[int, ...]
+    candidates: tuple[str, ...]
+    line_bytes: int
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A correct candidate."""
+
+    max_error: float
+    compile_s: float
+
+
+@dataclass(frozen=True)
+class Extracted:
+    """Features by context length and candidate name; reasons of the candidates whose code cannot be generated."""
+
+    features: dict[int, dict[str, dict[str, Any]]]
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The worker's set-up is done."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The worker's set-up failed."""
+
+    message: str
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What the worker is about to do: ``compile``, ``reference``, ``pack`` or ``run``. Each has its own deadline."""
+
+    name: str
+
+
+Request = Prepare | TimeSlot | Extract
+Reply = Prepared | Slot | Extracted | Fault
+
+
+def one_line(error: BaseException, limit: int = 300) -> str:
+    """The first line of an error's message, with its type in front."""
+    lines: Sequence[str] = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"

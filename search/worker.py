@@ -1,0 +1,279 @@
+"""The worker process: compiles, checks and times candidates, and may be killed at any moment.
+
+Started as ``python -m lowbit.search.worker FD`` by `lowbit.search.crew` with one end of a socket pair, and never
+forked: a fork would inherit thread pools and compiler locks in whatever state they are. It answers each request with
+one reply, and announces each stage before it, so that the other side knows what hung or crashed. It ends when its pipe
+closes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import signal
+import sys
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from ..kernels.backend import Backend, Kernel, backend_named
+from ..kernels.candidate import Candidate
+from ..kernels.cpu.pool import allowed_cpus
+from ..kernels.errors import CompileError
+from ..kernels.problem import Problem
+from ..kernels.reference import make_operands
+from .check import AWKWARD_TOKENS, Expectation, awkward, expect
+from .control import Control
+from .messages import (
+    Extract,
+    Extracted,
+    Prepare,
+    Prepared,
+    Ready,
+    Refused,
+    Reply,
+    Request,
+    Setup,
+    Stage,
+    TimeSlot,
+    one_line,
+)
+from .operands import PackedOperands
+from .rounds import Fault
+from .timing import Slot, Stopwatch, copies_needed
+
+ONE_LESS_TOKENS = 2048
+"""Up to this context length a candidate is also checked one token short of it."""
+_PR_SET_PDEATHSIG = 1
+
+
+def resolve_backend(name: str) -> Backend:
+    """`backend_named`, or what ``module:callable`` makes.
+
+    Raises
+    ------
+    DeviceError
+        If there is no such backend.
+    """
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        return backend_named(name)
+    backend = getattr(importlib.import_module(module), attribute)()
+    assert isinstance(backend, Backend)
+    return backend
+
+
+class _Wrong(Exception):
+    def __init__(self, tokens: int, error: float, limit: float) -> None:
+        super().__init__(f"error {error:.3g} exceeds {limit:.3g} at {tokens} tokens")
+        self.error = error
+
+
+class Workbench:
+    """One worker's state: kernels of the problems it has met, and operands of the context length at hand.
+
+    Not thread-safe. `answer` lets no exception out that concerns a candidate.
+
+    Parameters
+    ----------
+    setup : Setup
+    announce : callable
+        Told each `Stage` before it begins.
+    """
+
+    def __init__(self, setup: Setup, announce: Any) -> None:
+        self._setup = setup
+        self._announce = announce
+        self._backend = resolve_backend(setup.backend)
+        self._problem: Problem | None = None
+        self._kernels: dict[tuple[str, str], Kernel] = {}
+        self._checked: dict[tuple[str, str], float] = {}
+        self._awkward: dict[str, list[tuple[int, Expectation]]] = {}
+        self._tokens = 0
+        self._expectations: dict[tuple[int, str], Expectation] = {}
+        self._operands: PackedOperands | None = None
+        self._stopwatches: dict[tuple[str, str], Stopwatch] = {}
+        self._control: Control | None = None
+
+    def answer(self, request: Request) -> Reply:
+        if isinstance(request, Prepare):
+            return self._prepare(request)
+        if isinstance(request, TimeSlot):
+            return self._time(request)
+        return self._extract(request)
+
+    # -- compile and check ----------------------------------------------------------------------------------------
+
+    def _prepare(self, request: Prepare) -> Prepared | Fault:
+        started = time.perf_counter()
+        try:
+            problem, kernel = self._open(request)
+        except Exception as error:
+            return Fault("compile_failed", _reason(error))
+        compile_s = time.perf_counter() - started
+        try:
+            worst = max(self._check_awkward(problem, kernel), self._check_full(problem, kernel, request.tokens))
+        except _Wrong as error:
+            return Fault("wrong", str(error), error.error)
+        except Exception as error:
+            return Fault("crashed", f"while checking: {one_line(error)}")
+        return Prepared(worst, compile_s)
+
+    def _open(self, request: Prepare | TimeSlot) -> tuple[Problem, Kernel]:
+        """Turn to the request's problem and context length, and have its kernel compiled."""
+        problem = Problem.parse(request.problem)
+        if problem != self._problem:
+            self._problem, self._tokens = problem, 0
+            self._awkward.clear()
+            self._kernels.clear()
+            self._checked.clear()
+        if request.tokens != self._tokens:
+            self._tokens, self._operands = request.tokens, None
+            self._expectations.clear()
+            self._stopwatches.clear()
+        key = request.problem, request.candidate
+        if key not in self._kernels:
+            self._announce(Stage("compile"))
+            self._kernels[key] = self._backend.compile(problem, Candidate.parse(request.candidate))
+        return problem, self._kernels[key]
+
+    def _check_awkward(self, problem: Problem, kernel: Kernel) -> float:
+        key, pipeline = (problem.key, kernel.candidate.name), kernel.candidate.pipeline
+        if key not in self._checked:
+            if pipeline not in self._awkward:
+                self._announce(Stage("reference"))
+                self._awkward[pipeline] = list(awkward(problem, pipeline, self._setup.seed))
+            self._announce(Stage("run"))
+            lengths = self._awkward[pipeline]
+            assert lengths[-1][0] == max(AWKWARD_TOKENS)  # operands of the longest prefix hold all the others
+            packed = PackedOperands(lengths[-1][1].operands, 0)
+            self._checked[key] = max(self._judge(kernel, packed, n, expectation) for n, expectation in lengths)
+        return self._checked[key]
+
+    def _check_full(self, problem: Problem, kernel: Kernel, tokens: int) -> float:
+        operands, pipeline = self._packed(problem, tokens), kernel.candidate.pipeline
+        lengths = [tokens, tokens - 1] if 1 < tokens <= ONE_LESS_TOKENS else [tokens]
+        for length in lengths:
+            if (length, pipeline) not in self._expectations:
+                self._announce(Stage("reference"))
+                cut = operands.operands if length == tokens else operands.operands.first(length)
+                self._expectations[length, pipeline] = expect(problem, cut, pipeline)
+        self._announce(Stage("pack"))
+        operands.arguments(kernel)
+        self._announce(Stage("run"))
+        return max(self._judge(kernel, operands, n, self._expectations[n, pipeline]) for n in lengths)
+
+    def _packed(self, problem: Problem, tokens: int) -> PackedOperands:
+        if self._operands is None:
+            self._announce(Stage("reference"))
+            self._operands = PackedOperands(make_operands(problem, tokens, self._setup.seed), self._setup.memory_bytes)
+        return self._operands
+
+    def _judge(self, kernel: Kernel, packed: PackedOperands, tokens: int, expectation: Expectation) -> float:
+        """The error at ``tokens``, on operands that are packed once for all lengths."""
+        arguments = list(packed.arguments(kernel)[0])
+        arguments[0] = expectation.operands.x
+        error = expectation.error(kernel(*arguments, tokens=tokens))
+        if not error <= expectation.tolerance:
+            raise _Wrong(tokens, error, expectation.tolerance)
+        return error
+
+    # -- time -----------------------------------------------------------------------------------------------------
+
+    def _time(self, request: TimeSlot) -> Slot | Fault:
+        try:
+            problem, kernel = self._open(request)
+            if self._control is None:
+                self._announce(Stage("compile"))
+                self._control = Control(allowed_cpus()[: self._setup.threads], self._setup.cache_bytes)
+            return self._stopwatch(problem, kernel, request).slot(self._control)
+        except Exception as error:
+            return Fault("crashed", f"while timed: {one_line(error)}")
+
+    def _stopwatch(self, problem: Problem, kernel: Kernel, request: TimeSlot) -> Stopwatch:
+        """Calls on operands that are packed before the slot begins."""
+        operands = self._packed(problem, request.tokens)
+        self._announce(Stage("pack"))
+        copies = copies_needed(operands.nbytes(kernel), self._setup.cache_bytes, request.protocol)
+        arguments = operands.arguments(kernel, copies)
+        key = request.candidate, request.protocol
+        if key not in self._stopwatches:
+            self._stopwatches[key] = Stopwatch()
+        self._announce(Stage("run"))
+        out = kernel(*arguments[0], tokens=request.tokens)
+        self._stopwatches[key].calls = [_Call(kernel, each, request.tokens, out) for each in arguments]
+        return self._stopwatches[key]
+
+    # -- features -------------------------------------------------------------------------------------------------
+
+    def _extract(self, request: Extract) -> Extracted:
+        from ..costmodel.features import features
+
+        problem = Problem.parse(request.problem)
+        found: dict[int, dict[str, dict[str, Any]]] = {tokens: {} for tokens in request.tokens}
+        failed = {}
+        for name in request.candidates:
+            self._announce(Stage("compile"))
+            try:
+                candidate = Candidate.parse(name)
+                codes = self._backend.code(problem, candidate)
+                for tokens in request.tokens:
+                    found[tokens][name] = features(problem, candidate, tokens, codes, request.line_bytes).as_dict()
+            except Exception as error:
+                failed[name] = _reason(error)
+                for each in found.values():
+                    each.pop(name, None)
+        return Extracted(found, failed)
+
+
+class _Call:
+    """One call on one copy of the operands; a class, because a closure in a loop would bind the last copy."""
+
+    __slots__ = ("_arguments", "_kernel", "_out", "_tokens")
+
+    def __init__(self, kernel: Kernel, arguments: tuple[Any, ...], tokens: int, out: np.ndarray[Any, Any]) -> None:
+        self._kernel, self._arguments, self._tokens, self._out = kernel, arguments, tokens, out
+
+    def __call__(self) -> object:
+        return self._kernel(*self._arguments, tokens=self._tokens, out=self._out)
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, CompileError) and str(error) else one_line(error)
+
+
+def serve(connection: Connection) -> None:
+    """Answer requests until the other side closes. The first message is a `Setup`."""
+    setup: Setup = connection.recv()
+    try:
+        sys.path[:] = [*setup.search_path, *(entry for entry in sys.path if entry not in setup.search_path)]
+        for plugin in setup.plugins:
+            importlib.import_module(plugin)
+        workbench = Workbench(setup, connection.send)
+        allowed_cpus()
+    except Exception as error:
+        connection.send(Refused(one_line(error)))
+        return
+    connection.send(Ready())
+    while True:
+        try:
+            request = connection.recv()
+        except EOFError:
+            return
+        connection.send(workbench.answer(request))
+
+
+def main() -> None:
+    if sys.platform == "linux":
+        # A hung kernel never sees its pipe close; the system ends it with its parent.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # Ctrl-C goes to the whole foreground group; the parent decides what becomes of its workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    serve(Connection(int(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""What every command has in common: help, one-line errors, exit statuses, JSON alone on stdout."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+from lowbit.autotune.cli import autotune
+from lowbit.kernels import errors
+
+COMMAND = [sys.executable, "-c", "from lowbit.autotune.cli import main; main()"]
+
+
+def commands(
+    command: click.Command = autotune, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    yield path, command
+    for name, child in getattr(command, "commands", {}).items():
+        yield from commands(child, (*path, name))
+
+
+def run(*args: str) -> Any:
+    return CliRunner().invoke(autotune, args)
+
+
+@pytest.mark.parametrize(
+    ("path", "command"), list(commands()), ids=lambda value: "-".join(value) if isinstance(value, tuple) else ""
+)
+def test_every_command_and_option_has_help_and_every_command_an_example(
+    path: tuple[str, ...], command: click.Command
+) -> None:
+    result = run(*path, "--help")
+    assert result.exit_code == 0
+    assert f"Example:\n    autotune {' '.join(path)}".rstrip() in result.output
+    for parameter in command.params:
+        assert getattr(parameter, "help", None), f"{path}: {parameter.name} has no help"
+
+
+def test_help_lists_every_exit_status_that_an_error_has() -> None:
+    epilog = run("--help").output.partition("Exit status:")[2]
+    listed = {int(line.split()[0]) for line in epilog.splitlines() if line.strip()}
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.LowbitError)]
+    assert listed == {kind.exit_status for kind in kinds} | {0, 1, 2, 130, 141}
+
+
+@pytest.mark.parametrize(
+    ("args", "status", "words"),
+    [
+        (["--device", "sm_86x"], 3, ["sm_86x"]),
+        (["--heads", "8", "--head-dim", "0"], 2, ["head_dim", "0"]),
+        (["--heads", "8", "--head-dim", "7"], 2, ["head_dim", "7"]),
+        (["--heads", "8", "--kv-heads", "3", "--head-dim", "64"], 2, ["8", "3"]),
+        (["--heads", "eight", "--head-dim", "64"], 2, ["--heads", "eight"]),
+        (["--heads", "8"], 2, ["--head-dim"]),
+        (["--head-dim", "64"], 2, ["--heads"]),
+        (["--heads", "8", "--head-dim", "64", "--model", "phi-2"], 2, ["--model"]),
+        (["--tokens", "0"], 2, ["tokens", "0"]),
+        (["--tokens", "128,-5"], 2, ["-5"]),
+        (["--tokens", "128,lots"], 2, ["lots"]),
+        (["--tokens", ""], 2, ["--tokens"]),
+        (["--precision", "w3a8"], 2, ["w3a8", "w4a8"]),
+        (["--operator", "gemm"], 2, ["gemm", "attend"]),
+        (["--query-rows", "17"], 2, ["17"]),
+        (["--strategy", "guess"], 2, ["guess", "oracle"]),
+        (["--budget", "0"], 2, ["--budget"]),
+        (["--model", "llama-99"], 7, ["llama-99", "phi-2"]),
+        (["--model", "absent.gguf"], 7, ["absent.gguf"]),
+        (["--plugin", "no_such_module_here"], 2, ["--plugin", "no_such_module_here"]),
+        (["--wrong"], 2, ["--wrong"]),
+        (["polish"], 2, ["polish"]),
+        (["--heads", "8", "devices"], 2, ["--heads", "devices"]),
+        (["calibrate", "--device", "abacus"], 3, ["abacus"]),
+        (["db", "info", "--db", "absent.db"], 5, ["absent.db"]),
+        (["db", "winners", "--db", "."], 5, ["directory"]),
+    ],
+)
+def test_bad_input_is_one_line_on_stderr_and_a_status(
+    args: list[str], status: int, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    result = run(*args)
+    assert result.exit_code == status, result.output
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    for word in words:
+        assert word in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_devices_prints_one_json_object() -> None:
+    result = run("devices", "--json")
+    assert result.exit_code == 0
+    (device,) = json.loads(result.stdout)["devices"]
+    assert device["name"] == "cpu"
+    assert device["cores"] >= 1
+    assert [cache["level"] for cache in device["caches"]] == sorted(cache["level"] for cache in device["caches"])
+    assert device["isa"] in device["fingerprint"]
+    assert result.stderr == ""
+
+
+def test_devices_for_people_names_the_instruction_set() -> None:
+    device = json.loads(run("devices", "--json").stdout)["devices"][0]
+    result = run("devices")
+    assert device["isa"] in result.stdout
+    assert device["fingerprint"] in result.stdout
+
+
+def test_version_is_the_packages() -> None:
+    import lowbit
+
+    assert lowbit.__version__ in run("--version").output
+
+
+def test_interrupt_is_status_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lowbit.costmodel.device.detect", interrupted)
+    result = run("devices")
+    assert result.exit_code == 130
+    assert result.stderr.splitlines()[-1] == "error: interrupted"
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise ZeroDivisionError("here")
+
+    monkeypatch.setattr("lowbit.costmodel.device.detect", broken)
+    assert isinstance(run("devices").exception, ZeroDivisionError)
+
+
+def test_an_error_of_many_lines_becomes_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing() -> None:
+        raise errors.CompileError("first\n  second")
+
+    monkeypatch.setattr("lowbit.costmodel.device.detect", failing)
+    result = run("devices")
+    assert result.exit_code == errors.CompileError.exit_status
+    assert result.stderr == "error: first second\n"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="closes a pipe as POSIX shells do")
+def test_a_closed_pipe_ends_quietly() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [*COMMAND, "devices", "--json"], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    finally:
+        os.close(writer)
+    assert done.returncode == 141
+    assert done.stderr == ""
+
+
+def test_tables_print_where_the_terminal_knows_ascii_only() -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    done = subprocess.run([*COMMAND, "devices"], capture_output=True, text=True, env=environment, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "cpu" in done.stdout
+
+
+def test_help_needs_no_compiler_and_no_database_packages() -> None:
+    heavy = ("numba", "llvmlite", "optuna", "sqlite_utils", "networkx")
+    script = f"import sys, lowbit.autotune.cli; print([name for name in {heavy!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr

@@ -1,0 +1,227 @@
+"""`autotune explain` over a backend whose assembly is written by hand, so that every count is known."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from lowbit.autotune.cli import autotune
+from lowbit.autotune.explain import Knowledge, explain
+from lowbit.costmodel.assembly import CLASSES
+from lowbit.costmodel.bandwidth import Bandwidth, BandwidthPoint
+from lowbit.costmodel.device import detect
+from lowbit.costmodel.lep import Coefficients
+from lowbit.db.records import Measurement, Winner
+from lowbit.db.store import Store
+from lowbit.kernels.backend import Backend, Code, Rejected
+from lowbit.kernels.candidate import Candidate, Schedule
+from lowbit.kernels.errors import CompileError
+from lowbit.kernels.layout import Layout
+from lowbit.kernels.packing import packings
+from lowbit.kernels.problem import Problem
+
+PROBLEM = Problem("qk", 8, 2, 64, "w4a8")
+TOKENS = 256
+SHIFTS = {"int4/contiguous/signed": 8, "int4/contiguous/offset": 6, "int4/planes/signed": 3, "int4/planes/offset": 2}
+"""Unpacking instructions for 64 values with 4 rows in a pass; a pass of 2 rows needs one more. Others are rejected."""
+
+
+def candidate(packing: str, rows: int, pipeline: str = "integer", order: str = "T D") -> Candidate:
+    return Candidate(Layout.parse(f"{order} | {packing}"), None, pipeline, Schedule(rows, 1, 32, 1, 0, 1))
+
+
+def assembly(shifts: int) -> str:
+    """A loop that loads, shifts ``shifts`` times, and multiplies into an accumulator."""
+    body = "".join("\tvpsrlw $4, %ymm1, %ymm1\n" for _ in range(shifts))
+    return (
+        "tile:\n.LBB0_1:\n\tvmovdqu (%rdi), %ymm1\n"
+        f"{body}\tvpdpbusd (%rsi), %ymm1, %ymm0\n\taddq $32, %rdi\n\tdecq %rdx\n\tjne .LBB0_1\n\tretq\n.Lfunc_end0:\n"
+    )
+
+
+class HandWritten(Backend):
+    name = "cpu"
+
+    def target(self) -> str:
+        return "by_hand"
+
+    def toolchain(self) -> str:
+        return "by hand 1"
+
+    def space(self, problem: Problem, threads: int) -> Iterator[Candidate | Rejected]:
+        for packing in packings(problem.storage.format):
+            for rows in (2, 4):
+                made = candidate(packing.name, rows)
+                yield made if packing.name in SHIFTS else Rejected(made, f"{packing.arrangement} does not fit")
+        yield candidate("int4/contiguous/signed", 4, "float")
+
+    def baseline(self, problem: Problem, threads: int) -> Candidate:
+        return candidate("int4/contiguous/signed", 4, "float")
+
+    def compile(self, problem: Problem, candidate: Candidate) -> Any:
+        raise AssertionError("explaining runs nothing")
+
+    def code(self, problem: Problem, candidate: Candidate) -> list[Code]:
+        assert candidate.k is not None
+        packing, rows = candidate.k.packing.name, candidate.schedule.rows
+        shifts = 0 if candidate.pipeline == "float" else SHIFTS[packing] + (rows == 2)
+        return [Code("k", "tile", "define void @tile()", assembly(shifts), 64, rows, packing)]
+
+
+def coefficients(first_gbps: float = 10.0) -> Coefficients:
+    """A machine whose shifts cost 1 ns each and everything else nothing, and whose memory delivers 10 GB/s."""
+    values = dict.fromkeys((f"{kind}_ns" for kind in CLASSES), 0.0) | {"shift_ns": 1.0}
+    values |= {"exponential_ns": 0.0, "task_us": 0.0, "fork_us": 0.0, "gamma": 0.0}
+    points = (BandwidthPoint(1, 1 << 17, first_gbps, "L1"), BandwidthPoint(1, 1 << 18, 10.0, "DRAM"))
+    return Coefficients("extended", values, Bandwidth(points), 1)
+
+
+def answer(knowledge: Knowledge, protocol: str = "warm") -> Any:
+    seen: list[tuple[str, int, int | None]] = []
+
+    def report(phase: str, done: int, total: int | None, message: str) -> None:
+        seen.append((phase, done, total))
+
+    explained = explain(PROBLEM, TOKENS, 1, HandWritten(), detect(), knowledge, protocol, report)
+    assert seen[-1][1] == seen[-1][2]
+    return explained
+
+
+def test_counts_are_of_each_packings_best_integer_kernel() -> None:
+    explained = answer(Knowledge())
+    # 64 values in an iteration, so half the instructions for 32; the codings' minimum; rejected ones are left out.
+    assert explained.unpack_ops_per_32 == {"contiguous": 3.0, "planes": 1.0}
+    by_name = {cost.packing.name: cost for cost in explained.packings}
+    assert set(by_name) == {packing.name for packing in packings("int4")}
+    for name, shifts in SHIFTS.items():
+        assert by_name[name].unpack_ops_per_32 == shifts / 2
+        assert by_name[name].candidate.schedule.rows == 4
+        assert by_name[name].unpacking == {"k": {"vpsrlw": shifts}}
+    rejected = by_name["int4/lane_interleaved/signed"]
+    assert (rejected.candidate, rejected.reason) == (None, "lane_interleaved does not fit")
+
+
+def test_with_coefficients_the_prediction_chooses_and_its_terms_add_up() -> None:
+    explained = answer(Knowledge(coefficients()))
+    assert explained.provenance == "predicted"
+    # No shift at all in the float pipeline; planes with 4 rows is the best of the other layouts.
+    assert explained.choice.candidate.pipeline == "float"
+    assert explained.runner_up.candidate == candidate("int4/planes/offset", 4)
+    # 2 heads × 256 tokens × 64 channels / 64 values an iteration × 2 shifts × 1 ns; 4 rows serve the whole group.
+    assert explained.runner_up.predicted_us == pytest.approx(2 * 256 * 64 / 64 * 2 * 1e-3)
+    assert sum(explained.terms_us.values()) == pytest.approx(explained.choice.predicted_us)
+
+
+def test_cold_predictions_wait_for_memory() -> None:
+    knowledge = Knowledge(coefficients(first_gbps=20.0))
+    assert answer(knowledge, "warm").terms_us["memory"] == 0
+    cold = answer(knowledge, "cold")
+    # Codes: 2 heads × 256 tokens × 32 bytes; scales: 2 heads × 256 tokens × 2 groups × 2 bytes; all in whole lines.
+    assert cold.choice.features.bytes == 2 * 256 * 32 + 2 * 256 * 2 * 2
+    assert cold.terms_us["memory"] == pytest.approx(cold.choice.features.bytes * (1 / 10 - 1 / 20) * 1e-3)
+
+
+def test_code_that_cannot_be_counted_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = HandWritten.code
+
+    def partly(self: HandWritten, problem: Problem, candidate: Candidate) -> list[Code]:
+        if "planes" in candidate.layout:
+            raise CompileError("no loop here")
+        return whole(self, problem, candidate)
+
+    monkeypatch.setattr(HandWritten, "code", partly)
+    explained = answer(Knowledge())
+    assert explained.uncounted == {"no loop here": 4}
+    assert explained.unpack_ops_per_32 == {"contiguous": 3.0}
+
+
+def test_without_coefficients_nothing_is_predicted() -> None:
+    explained = answer(Knowledge())
+    assert explained.choice.predicted_us is None
+    assert explained.terms_us == {}
+
+
+def measured(name: str, median_us: float) -> Measurement:
+    return Measurement(
+        device="silicon", problem=PROBLEM.key, tokens=TOKENS, candidate=name, protocol="warm", status="ok",
+        median_us=median_us, spread=0.01, samples=9, toolchain="by hand 1",
+    )  # fmt: skip
+
+
+def test_a_stored_winner_is_the_choice_and_the_fastest_measured_one_the_runner_up() -> None:
+    best, second = candidate("int4/contiguous/offset", 4), candidate("int4/contiguous/signed", 2)
+    winner = Winner(
+        device="silicon", problem=PROBLEM.key, tokens=TOKENS, tokens_from=1, tokens_to=None, candidate=best.name,
+        provenance="measured", median_us=5.0, samples=9, protocol="warm", toolchain="by hand 1",
+    )  # fmt: skip
+    timings = {each.name: measured(each.name, time_us) for each, time_us in ((best, 5.0), (second, 6.0))}
+    explained = answer(Knowledge(coefficients(), {}, timings, winner))
+    assert explained.provenance == "measured"
+    assert (explained.choice.candidate, explained.choice.median_us) == (best, 5.0)
+    assert (explained.runner_up.candidate, explained.runner_up.median_us) == (second, 6.0)
+
+
+@pytest.fixture
+def by_hand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The command with the hand-written backend, and a database with a calibration and a winner of this device."""
+    monkeypatch.setattr("lowbit.search.worker.resolve_backend", lambda name: HandWritten())
+    path = tmp_path / "t.db"
+    device = detect().fingerprint
+    name = candidate("int4/planes/signed", 2).name
+    with Store.open(path) as store:
+        store.put_calibration(device, 1, {"extended": coefficients().as_dict()}, "by hand 1")
+        store.put_winner(
+            Winner(
+                device=device, problem=PROBLEM.key, tokens=128, tokens_from=1, tokens_to=512, candidate=name,
+                provenance="verified", median_us=7.0, samples=9, protocol="warm", toolchain="by hand 1",
+            )
+        )  # fmt: skip
+    return path
+
+
+ARGUMENTS = ("--operator", "qk", "--heads", "8", "--kv-heads", "2", "--head-dim", "64", "--precision", "w4a8")
+
+
+def run(path: Path, *more: str) -> Any:
+    args = ["explain", *ARGUMENTS, "--tokens", str(TOKENS), "--threads", "1", "--db", str(path), *more]
+    result = CliRunner().invoke(autotune, args)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def test_json_is_one_object_and_the_database_stays_as_it_was(by_hand: Path) -> None:
+    before = by_hand.read_bytes()
+    explained = json.loads(run(by_hand, "--json").stdout)
+    assert explained["unpack_ops_per_32"] == {"contiguous": 3.0, "planes": 1.0}
+    assert (explained["problem"], explained["tokens"], explained["isa"]) == (PROBLEM.key, TOKENS, "by_hand")
+    assert explained["provenance"] == "verified"
+    assert explained["winner"]["tokens"] == 128
+    assert explained["choice"]["layout"] == "K: T D | int4/planes/signed"
+    assert explained["choice"]["predicted_us"] == pytest.approx(sum(explained["choice"]["terms_us"].values()))
+    assert explained["runner_up"]["pipeline"] == "float"
+    assert "code" not in explained
+    assert by_hand.read_bytes() == before
+
+
+def test_json_with_code_holds_ir_and_assembly(by_hand: Path) -> None:
+    (code,) = json.loads(run(by_hand, "--json", "--code").stdout)["code"]
+    assert code["assembly"] == assembly(SHIFTS["int4/planes/signed"] + 1)
+    assert code["ir"] == "define void @tile()"
+
+
+def test_people_see_the_counts_and_the_code_on_request(by_hand: Path) -> None:
+    shown = run(by_hand).stdout
+    for words in ("int4/planes/offset", "1.00", "2 vpsrlw", "lane_interleaved does not fit", "verified", "shift"):
+        assert words in shown
+    assert "vpdpbusd" not in shown
+    assert assembly(SHIFTS["int4/planes/signed"] + 1) in run(by_hand, "--code").stdout
+
+
+def test_another_instruction_set_is_named_or_refused() -> None:
+    result = CliRunner().invoke(autotune, ["explain", *ARGUMENTS, "--isa", "mmx"])
+    assert result.exit_code == 3
+    assert "mmx" in result.stderr

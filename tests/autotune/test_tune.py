@@ -1,0 +1,283 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from lowbit.autotune.outcome import Options, TuneInterrupted, TuneReport
+from lowbit.autotune.ranges import store_winner, with_ranges
+from lowbit.autotune.tune import tune
+from lowbit.costmodel.assembly import CLASSES
+from lowbit.costmodel.bandwidth import Bandwidth, BandwidthPoint
+from lowbit.costmodel.calibrate import Calibration
+from lowbit.costmodel.device import detect
+from lowbit.costmodel.lep import EXTENDED, TWO_TERM, Coefficients
+from lowbit.db.records import Winner
+from lowbit.db.store import Store
+from lowbit.kernels.candidate import Candidate
+from lowbit.kernels.errors import DatabaseError, DeviceError, LowbitError, NoiseError
+
+FAKES = str(Path(__file__).parents[1] / "search")
+sys.path.insert(0, FAKES)
+
+from fake_backend import PROBLEM, REFUSES, SEGV, WRONG, FakeBackend  # noqa: E402
+
+TOKENS = [40, 90]
+FAKE = "fake_backend:FakeBackend"
+
+
+@pytest.fixture(autouse=True)
+def fakes_importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FAKES)
+    # A busy machine must not fail a test: nothing counts as contention here.
+    monkeypatch.setattr("lowbit.search.rounds.tainted", lambda slot, contention: False)
+
+
+@pytest.fixture
+def db(tmp_path: Path) -> Path:
+    """A database that knows this machine's coefficients, so that no test calibrates."""
+    path = tmp_path / "t.db"
+    device = detect()
+    bandwidth = Bandwidth((BandwidthPoint(1, 1 << 12, 100.0, "L1"), BandwidthPoint(1, 1 << 30, 10.0, "DRAM")))
+    extended = {f"{name}_ns": 0.0 for name in CLASSES} | {
+        "exponential_ns": 0.0,
+        "task_us": 0.0,
+        "fork_us": 0.0,
+        "gamma": 0.0,
+    }
+    calibration = Calibration(
+        device, 1, bandwidth, Coefficients(TWO_TERM, {"alpha1": 1.0, "alpha2_ns": 0.0}, bandwidth, 1),
+        Coefficients(EXTENDED, extended, bandwidth, 1), (), 0.0, 1.0, "t",
+    )  # fmt: skip
+    with Store.open(path) as store:
+        store.put_calibration(device.fingerprint, 1, calibration.as_dict(), "t")
+    return path
+
+
+def options(db: Path, strategy: str = "oracle", **more: Any) -> Options:
+    return Options(db, FAKE, strategy, threads=1, quick=True, deadlines_s={"run": 5.0}, **{"protocol": "warm", **more})
+
+
+def winners(db: Path) -> list[Winner]:
+    with Store.open(db, mode="read") as store:
+        return store.winners()
+
+
+def measurement_rows(db: Path) -> int:
+    with Store.open(db, mode="read") as store:
+        return int(store.info()["counts"]["measurements"])
+
+
+def fake_space() -> tuple[list[Candidate], int]:
+    every = list(FakeBackend().space(PROBLEM, 1))
+    candidates = [each for each in every if isinstance(each, Candidate)]
+    return candidates, len(every) - len(candidates)
+
+
+class Recorder:
+    def __init__(self, at: Callable[[str, int], None] = lambda phase, done: None) -> None:
+        self.updates: list[tuple[str, int, int | None, str]] = []
+        self.at = at
+
+    def update(self, phase: str, done: int, total: int | None, message: str) -> None:
+        self.updates.append((phase, done, total, message))
+        self.at(phase, done)
+
+
+def test_the_oracle_measures_the_space_and_stores_winners(db: Path) -> None:
+    progress = Recorder()
+    report = tune([PROBLEM], TOKENS, options(db, protocol="cold"), progress)
+    data = json.loads(json.dumps(report.as_dict()))
+    candidates, pruned = fake_space()
+    assert data["space"]["candidates"] == len(candidates)
+    assert (data["space"]["pruned"], data["space"]["reasons"]) == (pruned, {"takes too long": pruned})
+    assert data["space"]["unpredicted"] == {"no such instruction": 1}
+    # Two context lengths: each plants a crash, a wrong result and a candidate that does not compile.
+    statuses = data["statuses"]
+    assert [statuses[each] for each in ("crashed", "wrong", "compile_failed")] == [2, 2, 2]
+    assert statuses["ok"] + statuses.get("slow", 0) == 2 * (len(candidates) - 3 + 1)
+    assert [entry["tokens"] for entry in data["problems"]] == TOKENS
+    for entry in data["problems"]:
+        assert entry["winner"]["schedule"]["registers"] == 20  # the fastest correct ones take 200 µs
+        assert entry["winner"]["schedule"]["prefetch"] == 0
+        assert entry["median_us"] >= 200 and entry["provenance"] == "measured"
+        assert entry["speedup"] == pytest.approx(entry["baseline_us"] / entry["median_us"])
+        assert entry["bandwidth_share"] > 0
+    stored = winners(db)
+    assert [(w.tokens, w.tokens_from, w.tokens_to) for w in stored] == [(40, 1, 60), (90, 61, None)]
+    assert [Candidate.parse(w.candidate).layout for w in stored] == [p["winner"]["layout"] for p in data["problems"]]
+    phases = [phase for phase, *_ in progress.updates]
+    assert phases == sorted(phases, key=("features", "measuring").index)
+    measuring = [(done, total) for phase, done, total, _ in progress.updates if phase == "measuring"]
+    planned = 2 * (len(candidates) + 1)
+    assert measuring[-1] == (planned, planned)
+    assert [done for done, _ in measuring] == sorted(done for done, _ in measuring)
+
+
+def test_a_finished_run_measures_nothing_when_repeated(db: Path) -> None:
+    first = tune([PROBLEM], [40], options(db))
+    rows = measurement_rows(db)
+    again = tune([PROBLEM], [40], options(db))
+    assert measurement_rows(db) == rows
+    assert [d.choice.candidate for d in again.decisions] == [d.choice.candidate for d in first.decisions]
+
+
+def test_lep_ranks_without_measuring(db: Path) -> None:
+    report = tune([PROBLEM], TOKENS, options(db, "lep"))
+    data = report.as_dict()
+    assert data["statuses"] == {} and measurement_rows(db) == 0
+    assert 0 < data["select_ms"] < 1000
+    assert {w.provenance for w in winners(db)} == {"predicted"}
+    for entry in data["problems"]:
+        assert entry["median_us"] is None and entry["predicted_us"] > 0
+
+
+@pytest.mark.parametrize("strategy", ["verify", "optuna"])
+def test_the_other_strategies_choose_among_what_they_measured(db: Path, strategy: str) -> None:
+    report = tune([PROBLEM], TOKENS[:1], options(db, strategy, trials=5, top_k=3))
+    (decision,) = report.decisions
+    assert decision.choice.measurement is not None
+    assert decision.choice.candidate.schedule.prefetch not in (SEGV, WRONG, REFUSES)
+    assert len(report.measurements) == (4 if strategy == "verify" else 6)
+    assert (db.with_name("t.optuna.db").exists()) == (strategy == "optuna")
+
+
+def test_a_prediction_leaves_a_measured_winner_alone(db: Path) -> None:
+    tune([PROBLEM], [40], options(db))
+    (measured,) = winners(db)
+    tune([PROBLEM], [40, 90], options(db, "lep"))
+    first, second = winners(db)
+    assert first == replace(measured, tokens_to=60)
+    assert second.provenance == "predicted"
+
+
+def test_without_budget_the_prediction_decides(db: Path) -> None:
+    report = tune([PROBLEM], TOKENS, options(db, budget_s=1e-9))
+    assert [d.choice.provenance for d in report.decisions] == ["predicted", "predicted"]
+    assert measurement_rows(db) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_keeps_what_is_finished_and_the_next_run_resumes(db: Path, number: int) -> None:
+    def interrupt(phase: str, done: int) -> None:
+        if phase == "measuring" and done >= 5:
+            signal.raise_signal(number)
+
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(TuneInterrupted) as caught:
+        tune([PROBLEM], [40], options(db), Recorder(interrupt))
+    assert signal.getsignal(signal.SIGTERM) is handler
+    assert isinstance(caught.value.report, TuneReport)
+    before = measurement_rows(db)
+    assert before >= 5
+    with Store.open(db, mode="read") as store:
+        assert [run["status"] for run in store.info()["runs"]] == ["interrupted"]
+    tune([PROBLEM], [40], options(db))
+    with sqlite3.connect(db) as connection:
+        twice = connection.execute(
+            "select count(*) from (select 1 from measurements where id <= ? group by candidate_id, tokens having "
+            "count(*) > 1)",
+            (before,),
+        ).fetchone()
+    assert twice == (0,)
+    candidates, _ = fake_space()
+    # Each candidate and the baseline once, and then nothing but finals.
+    assert measurement_rows(db) <= len(candidates) + 1 + 8
+
+
+def test_a_killed_run_loses_nothing_that_was_committed(db: Path) -> None:
+    program = (
+        "import sys, pathlib\nfrom lowbit.autotune.outcome import Options\nfrom lowbit.autotune.tune import tune\n"
+        "from lowbit.kernels.problem import Problem\n"
+        f"tune([Problem.parse({PROBLEM.key!r})], [40], Options(pathlib.Path({str(db)!r}), {FAKE!r}, 'oracle', "
+        "threads=1, quick=True, protocol='warm'))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": FAKES}
+    deadline = time.monotonic() + 60
+    with subprocess.Popen([sys.executable, "-c", program], env=environment) as process:
+        while measurement_rows(db) < 3 and time.monotonic() < deadline and process.poll() is None:
+            time.sleep(0.02)
+        process.kill()
+    before = measurement_rows(db)
+    assert before >= 3
+    report = tune([PROBLEM], [40], options(db))
+    assert measurement_rows(db) > before
+    assert len(report.decisions) == 1
+
+
+def test_two_processes_may_tune_into_one_database(db: Path) -> None:
+    reports: list[TuneReport] = []
+    # Threads of one process: each has its own connection and crew, as two processes would.
+    jobs = [threading.Thread(target=lambda: reports.append(tune([PROBLEM], [40], options(db)))) for _ in range(2)]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join(120)
+    assert len(reports) == 2
+    assert len(winners(db)) == 1
+
+
+def test_noise_leaves_predictions_and_is_an_error_only_if_it_spoilt_everything(
+    db: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def noisy(self: Any, *_: Any, **__: Any) -> Any:
+        raise NoiseError("busy")
+
+    monkeypatch.setattr("lowbit.search.oracle.Oracle.choose", noisy)
+    with pytest.raises(NoiseError, match="tune again"):
+        tune([PROBLEM], TOKENS, options(db))
+    assert [w.provenance for w in winners(db)] == ["predicted", "predicted"]
+
+
+def test_mistakes_have_typed_errors_and_leave_no_trace(db: Path, tmp_path: Path) -> None:
+    missing = tmp_path / "none.db"
+    with pytest.raises(DeviceError, match="abacus"):
+        tune([PROBLEM], TOKENS, replace(options(missing), device="abacus"))
+    with pytest.raises(LowbitError, match="genetic"):
+        tune([PROBLEM], TOKENS, options(missing, "genetic"))
+    with pytest.raises(LowbitError, match="tepid"):
+        tune([PROBLEM], TOKENS, options(missing, protocol="tepid"))
+    assert not missing.exists()
+    text = tmp_path / "text.db"
+    text.write_text("not a database, but long enough to be taken for one\n" * 100)
+    before = text.read_bytes()
+    with pytest.raises(DatabaseError):
+        tune([PROBLEM], TOKENS, options(text))
+    assert text.read_bytes() == before
+
+
+def winner(tokens: int, provenance: str = "measured") -> Winner:
+    return Winner(
+        device="d", problem=PROBLEM.key, tokens=tokens, tokens_from=1, tokens_to=None, candidate=f"for {tokens}",
+        provenance=provenance, median_us=1.0, protocol="warm", toolchain="t",
+    )  # fmt: skip
+
+
+def test_ranges_cover_every_length_once_and_meet_halfway_in_log_space() -> None:
+    lengths = [1, 2, 3, 128, 512, 2048, 32768]
+    ranged = with_ranges([winner(each) for each in reversed(lengths)])
+    assert [w.tokens for w in ranged] == lengths
+    for tokens in np.unique(np.geomspace(1, 1 << 20, 500).astype(int)):
+        (only,) = [w for w in ranged if w.covers(int(tokens))]
+        distances = {each: abs(np.log(tokens) - np.log(each)) for each in lengths}
+        assert distances[only.tokens] == pytest.approx(min(distances.values()), abs=1e-9)
+
+
+def test_a_new_length_makes_room_among_stored_ones(tmp_path: Path) -> None:
+    with Store.open(tmp_path / "t.db") as store:
+        for tokens in (100, 10_000, 1_000):
+            store_winner(store, winner(tokens))
+        assert [(w.tokens_from, w.tokens_to) for w in store.winners()] == [(1, 316), (317, 3162), (3163, None)]
+        store_winner(store, replace(winner(1_000, "predicted"), median_us=None, protocol=None))
+        assert [w.provenance for w in store.winners()] == ["measured"] * 3

@@ -1,0 +1,113 @@
+"""A backend whose kernels take known times, or fail in known ways; workers load it as ``fake_backend:FakeBackend``.
+
+A candidate's ``schedule.registers`` is its time in tens of microseconds; ``schedule.prefetch`` selects a behaviour.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from lowbit.kernels.backend import Backend, Code, Kernel, Rejected
+from lowbit.kernels.candidate import Candidate, Schedule
+from lowbit.kernels.errors import CompileError
+from lowbit.kernels.layout import Layout
+from lowbit.kernels.packed import pack
+from lowbit.kernels.problem import Problem
+from lowbit.kernels.quantize import Quantized, quantize
+from lowbit.kernels.reference import Operands, reference
+
+OK, SEGV, ILLEGAL, HANG, WRONG, NAN, REFUSES, COMPILER_DIES, RAISES, WRONG_AT_33, EXITS, COMPILER_HANGS = range(12)
+PROBLEM = Problem("attend", 2, 1, 32, "fp16")
+LAYOUTS = ("T D | fp16", "T/16 D/4 t16 d4 | fp16", "T D | fp16 | pad 64")
+
+
+def candidate(
+    tens_us: int, behaviour: int = OK, layout: str = LAYOUTS[0], threads: int = 1, splits: int = 1
+) -> Candidate:
+    parsed = Layout.parse(layout)
+    return Candidate(parsed, parsed, "float", Schedule(1, tens_us, 32, splits, behaviour, threads))
+
+
+class FakeKernel(Kernel):
+    def __init__(self, problem: Problem, made_of: Candidate) -> None:
+        self.problem, self.candidate = problem, made_of
+
+    def pack(self, role: str, values: Any, capacity: int | None = None) -> Any:
+        layout = self.candidate.k if role == "k" else self.candidate.v
+        assert layout is not None
+        quantized = values if isinstance(values, Quantized) else quantize(values, self.problem.storage)
+        return pack(quantized, layout, capacity)
+
+    def __call__(self, *operands: Any, tokens: int | None = None, out: Any = None) -> Any:
+        behaviour, duration_s = self.candidate.schedule.prefetch, self.candidate.schedule.registers * 1e-5
+        if behaviour == SEGV:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        elif behaviour == ILLEGAL:
+            os.kill(os.getpid(), signal.SIGILL)
+        elif behaviour == EXITS:
+            os._exit(3)
+        elif behaviour == RAISES:
+            raise ArithmeticError("division\nby zero")
+        while behaviour == HANG:
+            time.sleep(1)
+        if out is not None:
+            end = time.perf_counter() + duration_s
+            while time.perf_counter() < end:
+                pass
+            return out
+        x, k, v = operands
+        k, v = (each.quantized() for each in (k, v))
+        if behaviour == WRONG_AT_33 and tokens == 33:
+            tokens = 32
+        result = reference(self.problem, Operands(x, k, v).first(tokens or k.codes.shape[1])).astype(np.float32)
+        if behaviour == WRONG:
+            result *= 1.5
+        if behaviour == NAN:
+            result[-1, -1, -1] = np.nan
+        return result
+
+
+class FakeBackend(Backend):
+    name = "fake"
+
+    def target(self) -> str:
+        return "fake"
+
+    def toolchain(self) -> str:
+        return "fake 1"
+
+    def space(self, problem: Problem, threads: int) -> Iterator[Candidate | Rejected]:
+        for layout in LAYOUTS[:2]:
+            for tens_us in (30, 20):
+                yield candidate(tens_us, layout=layout)
+            yield Rejected(candidate(50, layout=layout), "takes too long")
+        for behaviour in (SEGV, WRONG, REFUSES):
+            yield candidate(10, behaviour)
+
+    def baseline(self, problem: Problem, threads: int) -> Candidate:
+        return candidate(60)
+
+    def compile(self, problem: Problem, candidate: Candidate) -> Kernel:
+        behaviour = candidate.schedule.prefetch
+        if behaviour == REFUSES:
+            raise CompileError("no such instruction")
+        if behaviour == COMPILER_DIES:
+            os.kill(os.getpid(), signal.SIGABRT)
+        while behaviour == COMPILER_HANGS:
+            time.sleep(1)
+        return FakeKernel(problem, candidate)
+
+    def code(self, problem: Problem, candidate: Candidate) -> list[Code]:
+        if candidate.schedule.prefetch == REFUSES:
+            raise CompileError("no such instruction")
+        return []
+
+
+class BrokenBackend(FakeBackend):
+    def __init__(self) -> None:
+        raise RuntimeError("no such device")

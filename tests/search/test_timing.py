@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+from lowbit.search.control import ControlTime
+from lowbit.search.timing import BATCH_US, MAX_BATCHES, MAX_COPIES, SLOT_US, Slot, Stopwatch, copies_needed
+
+
+class Clock:
+    """Time that passes only when a call says so."""
+
+    def __init__(self) -> None:
+        self.ns = 0
+        self.switches = 0
+        self.log: list[int] = []
+
+    def __call__(self) -> int:
+        return self.ns
+
+    def call(self, index: int, us: float, switches: int = 0):  # type: ignore[no-untyped-def]
+        def run() -> None:
+            self.log.append(index)
+            self.ns += int(us * 1000)
+            self.switches += switches
+
+        return run
+
+    def stopwatch(self, *us: float, switches: int = 0) -> Stopwatch:
+        calls = [self.call(i, each, switches) for i, each in enumerate(us)]
+        return Stopwatch(calls, self, lambda: self.switches)
+
+
+@pytest.mark.parametrize("us", [0.5, 3.0, 40.0, 99.0, 101.0, 5000.0, 80_000.0])
+def test_every_sample_is_the_time_of_one_call(us: float) -> None:
+    clock = Clock()
+    samples, preempted = clock.stopwatch(us).samples()
+    assert not preempted
+    assert samples == pytest.approx([us] * len(samples))
+    assert 1 <= len(samples) <= MAX_BATCHES
+    inner = (len(clock.log) - 2) / len(samples)
+    assert inner * us >= BATCH_US
+    assert len(samples) == 1 or inner * us * len(samples) <= SLOT_US
+
+
+def test_short_kernels_fill_a_slot_with_several_batches_and_long_ones_run_once() -> None:
+    assert len(Clock().stopwatch(100.0).samples()[0]) == MAX_BATCHES
+    clock = Clock()
+    clock.stopwatch(50_000.0).samples()
+    assert len(clock.log) == 3  # waking up, calibration, one sample
+
+
+def test_cold_calls_rotate_over_all_copies_across_batches_and_slots() -> None:
+    clock = Clock()
+    stopwatch = clock.stopwatch(*[60.0] * 5)
+    stopwatch.samples()
+    stopwatch.samples()
+    assert clock.log == [i % 5 for i in range(len(clock.log))]
+
+
+def test_preempted_batches_are_left_out_while_others_remain() -> None:
+    clock = Clock()
+    disturbed = iter([0, 0, 7, 0, 7, 0, 0, 0, 0, 0])
+    quiet = [0.0]
+
+    def call() -> None:
+        lost = next(disturbed)
+        clock.switches += lost
+        clock.ns += (500 + 3000 * lost) * 1000
+        quiet[0] += not lost
+
+    samples, preempted = Stopwatch([call], clock, lambda: clock.switches).samples()
+    assert not preempted and set(samples) == {500.0} and len(samples) == 2
+
+
+def test_a_slot_without_an_undisturbed_batch_says_so() -> None:
+    samples, preempted = Clock().stopwatch(200.0, switches=1).samples()
+    assert preempted and samples
+
+
+def test_rare_switches_do_not_spoil_a_long_batch() -> None:
+    assert not Clock().stopwatch(25_000.0, switches=2).samples()[1]
+    assert Clock().stopwatch(25_000.0, switches=3).samples()[1]
+
+
+@pytest.mark.parametrize(
+    ("operand_bytes", "cache_bytes", "copies"),
+    [
+        (1 << 20, 32 << 20, 64),
+        (3 << 20, 32 << 20, 22),
+        (65 << 20, 32 << 20, 1),
+        (64 << 20, 32 << 20, 1),
+        (10, 1 << 30, MAX_COPIES),
+    ],
+)
+def test_cold_copies_exceed_twice_the_cache(operand_bytes: int, cache_bytes: int, copies: int) -> None:
+    assert copies_needed(operand_bytes, cache_bytes, "cold") == copies
+    assert copies == MAX_COPIES or copies * operand_bytes >= 2 * cache_bytes > (copies - 1) * operand_bytes
+    assert copies_needed(operand_bytes, cache_bytes, "warm") == 1
+
+
+def test_a_slot_lies_between_two_controls_and_is_judged_by_the_worse_part_of_each() -> None:
+    readings = iter([ControlTime(1.0, 9.0), ControlTime(2.0, 5.0)])
+
+    class Control:
+        def time(self) -> ControlTime:
+            return next(readings)
+
+        recent = time
+
+    clock = Clock()
+    slot = clock.stopwatch(100.0).slot(Control())
+    assert slot.control == ControlTime(2.0, 9.0)
+    assert slot.samples_us == (100.0,) * MAX_BATCHES
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no thread affinity")
+def test_the_caller_is_pinned_while_timed_and_free_afterwards() -> None:
+    before = os.sched_getaffinity(0)
+    seen = []
+
+    class Control:
+        def time(self) -> ControlTime:
+            return ControlTime(1.0, 1.0)
+
+        recent = time
+
+    slot = Stopwatch([lambda: seen.append(os.sched_getaffinity(0))]).slot(Control())
+    assert isinstance(slot, Slot)
+    assert {len(each) for each in seen} == {1} and os.sched_getaffinity(0) == before
