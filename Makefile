@@ -17,7 +17,7 @@ PYTHON ?=
 CANDIDATES := $(PYTHON) python3.13 python3.12 python3.11 python3.14 python3
 
 TUNE_DB ?= lowbit.db
-TUNE_ARGS ?= --model smollm2-135m --precision fp16,w8a8,w4a8 --tokens 512,4096 --budget 150
+TUNE_ARGS ?= --model smollm2-135m --precision w8a8,w4a8 --tokens 512,4096 --quick --budget 180
 
 help: ## List the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20

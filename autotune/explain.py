@@ -38,12 +38,15 @@ class Knowledge:
         By candidate name, correct ones only.
     winner : Winner or None
         Whose token range holds the context length.
+    stale : Winner or None
+        The same of another toolchain, if there is no current one; its timings may no longer hold.
     """
 
     coefficients: Coefficients | None = None
     features: Mapping[str, Features] = field(default_factory=dict)
     measurements: Mapping[str, Measurement] = field(default_factory=dict)
     winner: Winner | None = None
+    stale: Winner | None = None
 
     @classmethod
     def read(
@@ -65,12 +68,14 @@ class Knowledge:
             stored = store.features(device, problem.key, tokens, toolchain)
             measured = store.measurements(device, problem.key, tokens, toolchain, protocol)
             winners = store.winners(device, problem.key)
-        current = (w for w in winners if w.toolchain == toolchain and w.covers(tokens))
+        covering = sorted((w for w in winners if w.covers(tokens)), key=lambda w: w.created, reverse=True)
+        current = next((w for w in covering if w.toolchain == toolchain), None)
         return cls(
             None if calibration is None else Coefficients.from_dict(calibration["extended"]),
             {name: Features.from_dict(values) for name, values in stored.items()},
             {m.candidate: m for m in measured if m.status == "ok"},
-            min(current, key=lambda w: abs(w.tokens - tokens), default=None),
+            current,
+            covering[0] if covering and current is None else None,
         )
 
 

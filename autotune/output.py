@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 _PIPED_WIDTH = 160
+"""Columns of a table that goes to a file or pipe, whose width nobody knows."""
 
 
 def print_json(value: object) -> None:
@@ -41,12 +42,15 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
     rows : sequence of sequences
         Cells, printed with ``str``; None is an empty cell.
     """
-    table = Table(title=title, title_justify="left", title_style="bold", show_lines=False)
+    table = Table()
     for column in columns:
         table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
     for row in rows:
         table.add_row(*(Text("" if cell is None else str(cell)) for cell in row))
-    print_rich(table)
+    # rich would wrap a table's own title to the table's width.
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else _PIPED_WIDTH, highlight=False)
+    console.print(Text(title, style="bold"))
+    console.print(table)
 
 
 def print_facts(title: str, facts: Mapping[str, object]) -> None:
@@ -58,18 +62,14 @@ def _lines(facts: Mapping[str, object], prefix: str) -> Iterator[tuple[str, obje
     for key, value in facts.items():
         if isinstance(value, Mapping):
             yield from _lines(value, f"{prefix}{key}.")
+        elif isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
+            yield from _lines({str(number): item for number, item in enumerate(value, 1)}, f"{prefix}{key}.")
         elif isinstance(value, list | tuple):
             yield f"{prefix}{key}", ", ".join(map(str, value))
         elif isinstance(value, float):
             yield f"{prefix}{key}", f"{value:.4g}"
         else:
             yield f"{prefix}{key}", value
-
-
-def print_rich(renderable: object) -> None:
-    """Print on stdout, at a fixed width where that is no terminal."""
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else _PIPED_WIDTH, highlight=False)
-    console.print(renderable)
 
 
 def microseconds(value: float | None) -> str | None:

@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from ..kernels.cpu.share import Share, parse_share
 from ..kernels.errors import CompileError
 
 CLASSES = ("load", "store", "dot", "convert", "shift", "mask", "permute", "arithmetic", "address", "branch", "other")
@@ -134,11 +135,14 @@ class Function:
     instructions : tuple of Instruction
     labels : dict of str to int
         Index of the instruction that follows the label; ``len(instructions)`` at the very end.
+    notes : dict of int to Share
+        What the name of the block that starts with this instruction states.
     """
 
     symbol: str
     instructions: tuple[Instruction, ...]
     labels: dict[str, int]
+    notes: dict[int, Share]
 
 
 def parse_function(assembly: str, symbol: str) -> Function:
@@ -150,20 +154,26 @@ def parse_function(assembly: str, symbol: str) -> Function:
         If the text has no such function.
     """
     lines = _body(assembly, symbol)
-    x86 = any("%" in line or (line.startswith("ret") and line != "ret") for line in lines)
+    bare = [_COMMENT.sub("", line).strip() for line in lines]
+    x86 = any("%" in line or (line.startswith("ret") and line != "ret") for line in bare)
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
+    notes: dict[int, Share] = {}
     for line in lines:
+        share = parse_share(line)
+        if share is not None:
+            notes[len(instructions)] = share
+        line = _COMMENT.sub("", line).strip()
         label = _LABEL.fullmatch(line)
         if label:
             labels[label[1]] = len(instructions)
-        elif not line.startswith("."):
+        elif line and not line.startswith("."):
             instructions.append(_parse_x86(line) if x86 else _parse_arm(line))
-    return Function(symbol, tuple(instructions), labels)
+    return Function(symbol, tuple(instructions), labels, notes)
 
 
 def _body(assembly: str, symbol: str) -> list[str]:
-    """Lines from the symbol's label to the function's end, without comments and blank lines."""
+    """Lines from the symbol's label to the function's end, comments included."""
     starts = {f"{symbol}:", f'"{symbol}":'}
     lines: list[str] | None = None
     for raw in assembly.splitlines():
@@ -173,8 +183,8 @@ def _body(assembly: str, symbol: str) -> list[str]:
                 lines = []
         elif line.startswith((".Lfunc_end", ".size", ".cfi_endproc")):
             return lines
-        elif line:
-            lines.append(line)
+        else:
+            lines.append(raw.strip())
     if lines is None:
         raise CompileError(f"no function {symbol!r} in the assembly that the compiler emitted")
     return lines

@@ -11,7 +11,7 @@ from ..kernels.candidate import Candidate
 from ..kernels.problem import Problem, check_tokens
 from .assembly import CLASSES
 from .traffic import call_bytes, layout_of, stored_channels, stored_tokens
-from .unpack import instruction_counts, unpack_ops_per_32
+from .unpack import executed, unpack_ops_per_32
 
 FLOAT_BYTES = 4
 
@@ -27,7 +27,7 @@ class Features:
     working_set_bytes : int
         ``bytes`` and the float32 operands and results that the caller passes.
     instructions : dict of str to float
-        Instructions executed in the hot loops, for each class of `lowbit.costmodel.assembly.CLASSES`. One that computes
+        Instructions executed in tile functions, for each class of `lowbit.costmodel.assembly.CLASSES`. One that computes
         on a memory operand is in two classes.
     unpack_ops : float
         Unpacking instructions executed.
@@ -63,7 +63,7 @@ def features(problem: Problem, candidate: Candidate, tokens: int, codes: Iterabl
     """Features of one call.
 
     Each packed operand is walked once for every ``code.rows`` rows of the small operand, whole 32-token blocks and
-    whole channel blocks at a time, so its hot loop runs values / values_per_iteration × ceil(rows / code.rows) times.
+    whole channel blocks at a time; each loop of a tile function states how many values one iteration stands for.
 
     Parameters
     ----------
@@ -92,8 +92,9 @@ def features(problem: Problem, candidate: Candidate, tokens: int, codes: Iterabl
         channels = stored_channels(layout_of(candidate, code.role), problem.head_dim)
         passes = -(-problem.rows // code.rows)
         values = problem.kv_heads * stored_tokens(tokens) * channels * passes
-        for kind, count in instruction_counts(code).items():
-            instructions[kind] += count * values / code.values_per_iteration
+        block = min(candidate.schedule.block, stored_tokens(tokens))
+        for kind, count in executed(code, values, channels, block).items():
+            instructions[kind] += count
         per_32.append(unpack_ops_per_32(code))
         unpack_ops += per_32[-1] * values / 32
     traffic = call_bytes(problem, candidate, tokens, line_bytes)

@@ -24,9 +24,10 @@ from functools import lru_cache
 import networkx as nx
 
 from ..kernels.backend import Code
+from ..kernels.cpu.share import Share
 from ..kernels.errors import CompileError
 from .assembly import ARGUMENTS, CLASSES, Instruction, parse_function
-from .loops import block_instructions, control_flow, hot_loop
+from .loops import block_instructions, control_flow, hot_loop, natural_loops
 
 UNPACKING = frozenset(("shift", "mask", "permute", "convert", "arithmetic"))
 """Classes an unpacking instruction can have; ``arithmetic`` subtracts offsets and fixes signs."""
@@ -45,10 +46,39 @@ class HotLoop:
         Instructions by class, each of `CLASSES`.
     unpacking : dict of str to int
         Unpacking instructions by mnemonic.
+    parts : tuple of (Share or None, dict of str to int)
+        Every part of the function that has a share of its own, with its instructions by class: loops without the loops
+        in them, and, under None, what runs once per call.
     """
 
     counts: dict[str, int]
     unpacking: dict[str, int]
+    parts: tuple[tuple[Share | None, dict[str, int]], ...]
+
+
+def executed(code: Code, values: float, channels: int, block: int) -> dict[str, float]:
+    """Instructions that all calls of a tile function together execute, by class.
+
+    Parameters
+    ----------
+    values : float
+        Values of the packed operand that the calls walk.
+    channels : int
+        Head dimension.
+    block : int
+        Tokens of one call.
+
+    Raises
+    ------
+    CompileError
+        As `instruction_counts`.
+    """
+    total = dict.fromkeys(CLASSES, 0.0)
+    for share, counts in analysed(code.assembly, code.symbol).parts:
+        times = (share or Share(channels, per_block=True)).iterations(values, block)
+        for kind, count in counts.items():
+            total[kind] += count * times
+    return total
 
 
 def instruction_counts(code: Code) -> dict[str, int]:
@@ -102,7 +132,8 @@ def analysed(assembly: str, symbol: str) -> HotLoop:
     CompileError
         As `instruction_counts`.
     """
-    graph = control_flow(parse_function(assembly, symbol))
+    function = parse_function(assembly, symbol)
+    graph = control_flow(function)
     code = {start + i: x for start in graph for i, x in enumerate(block_instructions(graph, start))}
     values, addresses = _data_flow(graph)
     scalar = {p for p, x in code.items() if not x.vector and not x.address}
@@ -116,7 +147,26 @@ def analysed(assembly: str, symbol: str) -> HotLoop:
     hot = {p for start in (graph if loop is None else loop.blocks) for p in places[start]}
     seen = Counter(kind for p in hot for kind in code[p].classes)
     unpacking = Counter(code[p].mnemonic for p in sorted(_unpacking(code, values, hot, packed & hot)))
-    return HotLoop({kind: seen[kind] for kind in CLASSES}, dict(unpacking))
+    return HotLoop({kind: seen[kind] for kind in CLASSES}, dict(unpacking), _parts(graph, function.notes))
+
+
+def _parts(graph: nx.DiGraph[int], notes: Mapping[int, Share]) -> tuple[tuple[Share | None, dict[str, int]], ...]:
+    """Blocks by the share of the innermost noted loop around them."""
+    loops = sorted(natural_loops(graph), key=lambda loop: -loop.depth)
+    shares: dict[int, Share] = {}
+    for loop in loops:
+        inner = {block for other in loops if other.depth > loop.depth for block in other.blocks}
+        own = [loop.header, *(block for block in loop.blocks if block not in inner)]
+        found = next((notes[block] for block in own if block in notes), None)
+        if found is not None:
+            shares[loop.header] = found
+    counts: dict[Share | None, Counter[str]] = defaultdict(Counter)
+    for start in graph:
+        around = [loop for loop in loops if start in loop.blocks and loop.header in shares]
+        share = shares[around[0].header] if around else None
+        for instruction in block_instructions(graph, start):
+            counts[share].update(instruction.classes)
+    return tuple((share, dict(found)) for share, found in counts.items())
 
 
 def _unpacking(

@@ -102,6 +102,8 @@ class Layout:
                     raise LayoutError(f"{self.order!r}: {factor} has no whole number of units")
         if self.pad_bytes < 0 or self.fold_rows < 0:
             raise LayoutError("pad and fold cannot be negative")
+        if self.pad_bytes * 8 % self.packing.bits:
+            raise LayoutError(f"a pad of {self.pad_bytes} bytes is no whole number of {self.packing.format} codes")
 
     # -- the stored name ------------------------------------------------------------------------------------------
 
@@ -131,13 +133,16 @@ class Layout:
         order, *rest = [part.strip() for part in name.split("|")]
         if not rest:
             raise LayoutError(f"{name!r} names no packing (write 'T D | int8/bytes/signed')")
-        options = {"pad": 0, "fold": 0}
+        options: dict[str, int] = {}
         for option in rest[1:]:
             key, _, value = option.partition(" ")
-            if key not in options or not value.isdecimal():
+            if key not in ("pad", "fold") or not value.isdecimal():
                 raise LayoutError(f"{name!r}: unknown option {option!r}")
+            if key in options:
+                raise LayoutError(f"{name!r}: {key} is given twice")
             options[key] = int(value)
-        return cls(tuple(map(Factor.parse, order.split())), packing_named(rest[0]), options["pad"], options["fold"])
+        factors = tuple(map(Factor.parse, order.split()))
+        return cls(factors, packing_named(rest[0]), options.get("pad", 0), options.get("fold", 0))
 
     def __str__(self) -> str:
         return self.name

@@ -20,6 +20,9 @@ Int = NDArray[np.int64]
 CODINGS = ("signed", "offset")
 """``signed``: two's complement. ``offset``: the code plus half its range, an unsigned number (int8 + 128, int4 + 8)."""
 
+FORMATS = {"fp16": 16, "int8": 8, "int4": 4}
+"""Bits of a code of each format."""
+
 
 @dataclass(frozen=True)
 class Packing:
@@ -91,16 +94,19 @@ def register_packing(packing: Packing) -> Packing:
     Raises
     ------
     LayoutError
-        If its placement is not a bijection onto the block's bits, or the name is taken by a different packing.
+        If its format, coding or block cannot be, its placement is not a bijection onto the block's bits, or the name is
+        taken by a different packing.
     """
-    codes = np.arange(packing.block_codes)
-    byte, shift = packing.place(codes)
-    slots = np.unique(np.asarray(byte) * 8 + np.asarray(shift))
+    if FORMATS.get(packing.format) != packing.bits or packing.coding not in CODINGS:
+        raise LayoutError(f"packing {packing.name!r} of {packing.bits} bits: formats are {FORMATS}, codings {CODINGS}")
+    if packing.block_codes < 1 or packing.block_codes * packing.bits % 8:
+        raise LayoutError(f"packing {packing.name!r}: {packing.block_codes} codes of {packing.bits} bits are no whole bytes")
+    byte, shift = map(np.asarray, packing.place(np.arange(packing.block_codes)))
     expected = np.arange(0, packing.block_codes * packing.bits, packing.bits)
-    if not np.array_equal(slots, expected):
+    if not np.array_equal(np.unique(byte * 8 + shift), expected) or (shift < 0).any() or (shift > 7).any():
         raise LayoutError(f"packing {packing.name!r} does not place its {packing.block_codes} codes one to a slot")
     known = _REGISTRY.get(packing.name)
-    if known is not None and known.place is not packing.place:
+    if known is not None and vars(known) != vars(packing):
         raise LayoutError(f"packing {packing.name!r} is already registered")
     _REGISTRY[packing.name] = packing
     return packing

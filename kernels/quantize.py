@@ -86,9 +86,11 @@ def quantize(values: NDArray[np.floating], precision: Precision, name: str = "op
     padded[:, :, :head_dim] = values
     grouped = padded.reshape(heads, tokens, groups, GROUP)
     largest = LARGEST_CODE[precision.format]
+    peaks = np.abs(grouped).max(axis=3, keepdims=True)
     with np.errstate(over="ignore"):
-        scales = (np.abs(grouped).max(axis=3) / largest).astype(np.float16)
-    _refuse(np.repeat(~np.isfinite(scales), GROUP, axis=2)[:, :, :head_dim], values, name, "needs a scale that exceeds fp16")
+        scales = (peaks[..., 0] / largest).astype(np.float16)
+    culprits = (~np.isfinite(scales)[..., None] & (np.abs(grouped) == peaks)).reshape(padded.shape)
+    _refuse(culprits[:, :, :head_dim], values, name, "needs a scale that exceeds fp16")
     exact = scales.astype(np.float32)[..., None]
     inverse = np.divide(1.0, exact, out=np.zeros_like(exact), where=exact > 0)
     codes = np.clip(np.rint(grouped * inverse), -largest, largest).astype(np.int8)

@@ -84,7 +84,7 @@ _LOAD_BYTES = 32
 
 
 class _Kernels:
-    """The two parts, compiled. Their code is fixed here, down to the instruction, so that no compiler option moves it."""
+    """The two parts, compiled. The code is fixed here, down to the instruction, so that no compiler option moves it."""
 
     def __init__(self) -> None:
         import llvmlite.binding as llvm

@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..db.records import Measurement
+from ..db.records import TIMED, Measurement
 from ..db.store import Store
 from ..kernels.candidate import Candidate
+from ..kernels.errors import NoiseError
 from ..kernels.packed import round_capacity
 from ..kernels.problem import Problem
 from .control import Contention
@@ -134,11 +135,20 @@ class DeviceSession:
         first = {shared_code(self._named[name]): rank for rank, name in reversed(list(enumerate(todo)))}
         todo.sort(key=lambda name: first[shared_code(self._named[name])])
         size = self._chunk_size(todo)
+        noise: NoiseError | None = None
         for start in range(0, len(todo), size):
             if self.exhausted:
                 break
-            self._measure_chunk(todo[start : start + size], effort)
+            try:
+                self._measure_chunk(todo[start : start + size], effort)
+            except NoiseError as error:
+                noise = error  # A busy minute must not end an hour's run.
+        if noise is not None and not any(self._timed(name) for name in todo):
+            raise noise
         return [self.measured[name] for name in names if name in self.measured]
+
+    def _timed(self, name: str) -> bool:
+        return name in self._fresh and self.measured[name].status in TIMED
 
     def _known(self, name: str, effort: Effort) -> bool:
         """Whether what is stored answers the question. A candidate given up as slow is timed properly on demand."""

@@ -77,7 +77,7 @@ class Session(Protocol):
         Raises
         ------
         NoiseError
-            If the machine is too busy to measure on.
+            If something had to be measured and the machine was too busy for all of it.
         """
 
 

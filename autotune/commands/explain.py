@@ -80,6 +80,8 @@ def explain(
     with progress_on(sys.stderr) as progress:
         knowledge = _knowledge(backend, isa, machine, problem, tokens, count, protocol, database, progress.update)
         answer = gather(problem, tokens, count, backend, machine, knowledge, protocol, progress.update)
+    if knowledge.stale is not None:
+        click.echo(f"not considered, tuned with another toolchain: {knowledge.stale.candidate}", err=True)
     if as_json:
         code = {"code": [asdict(each) for each in answer.codes]} if show_code else {}
         print_json({**answer.as_dict(), **code})

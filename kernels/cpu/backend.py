@@ -55,7 +55,7 @@ class CpuBackend(Backend):
         return candidates.space(problem, self.isa(), threads)
 
     def baseline(self, problem: Problem, threads: int) -> Candidate:
-        return candidates.baseline(problem, threads)
+        return candidates.baseline(problem, self.isa(), threads)
 
     def compile(self, problem: Problem, candidate: Candidate) -> CpuKernel:
         isa = self.isa()
@@ -74,11 +74,11 @@ class CpuBackend(Backend):
         reason = candidates.rejection(problem, candidate, isa)
         if reason is not None:
             raise CompileError(f"{candidate.layout}: {reason}")
-        return [_code(spec) for spec in candidates.tile_specs(problem, candidate, isa)]
+        return [_code(spec.canonical) for spec in candidates.tile_specs(problem, candidate, isa)]
 
 
 def _compiled(problem: Problem, candidate: Candidate, isa: Isa) -> CpuKernel:
-    specs = {spec.role: spec for spec in candidates.tile_specs(problem, candidate, isa)}
+    specs = {spec.role: spec.canonical for spec in candidates.tile_specs(problem, candidate, isa)}
     tiles = {role: _loaded(spec).get_function_address(spec.symbol) for role, spec in specs.items()}
     prepared = preparation(specs["k"]) if "k" in specs else None
     scratch = scratch_bytes(specs["v"], candidate.schedule.block) if "v" in specs else 0

@@ -18,6 +18,7 @@ from ..problem import GROUP
 from .fold import fold
 from .mapping import TOKENS, Lanes, Plan, Region
 from .multiply import IntegerDots, SmallOperand, Unpacker, arranged, float_offset, integer_form, widened
+from .share import Share
 from .spec import TileSpec
 from .vector import BYTES, F32, HALF, I8, I32, I64, VOID, Emitter, Value
 
@@ -120,7 +121,7 @@ class _DotTile:
         emit, plan, outputs = self.emit, self.plan, self.outputs
         words, scales, first, count, x, aux, scores, stride = emit.builder.function.args
         blocks = emit.builder.udiv(count, emit.i64(outputs))
-        loop = emit.begin(blocks)
+        loop = emit.begin(blocks, share=Share(outputs * self.spec.head_dim))
         token = emit.builder.add(first, emit.builder.mul(loop.index, emit.i64(outputs)))
         base = emit.at(words, self._token_offset(token))
         self.scale_base = emit.at(scales, self._scale_offset(token)) if self.spec.groups else None
@@ -169,7 +170,8 @@ class _DotTile:
         if plan.trips == 1:
             return self._region(region, base, emit.i64(0), region.reductions, self._aux_bytes(region), totals)
         names = list(totals)
-        inner = emit.begin(emit.opaque(plan.trips), [totals[name] for name in names])
+        share = Share(max(self.outputs * self.spec.head_dim // plan.trips, 1))
+        inner = emit.begin(emit.opaque(plan.trips), [totals[name] for name in names], share)
         at = emit.at(base, emit.builder.mul(inner.index, emit.i64(plan.channel_step_bytes)))
         carried = dict(zip(names, inner.carried, strict=True))
         after = self._region(region, at, inner.index, region.reductions, self._aux_bytes(region), carried)

@@ -61,7 +61,9 @@ def optimised(module: ir.Module, isa: Isa) -> Any:
 def assembly(module: ir.Module, isa: Isa) -> str:
     """Assembly text of ``module`` for ``isa``."""
     with _LOCK:
-        return str(target_machine(isa).emit_assembly(optimised(module, isa)))
+        machine = target_machine(isa)
+        machine.set_asm_verbosity(True)
+        return str(machine.emit_assembly(optimised(module, isa)))
 
 
 def load(module: ir.Module, isa: Isa) -> Any:

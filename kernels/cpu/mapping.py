@@ -17,7 +17,7 @@ carrying out the contraction in NumPy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -109,6 +109,7 @@ def region(
     outputs: int,
     reductions: int,
     overrun: bool = False,
+    lanes: int = 0,
 ) -> Region:
     """Map one region at the start of a head; with ``overrun``, one that may read past the end of a row-major row.
 
@@ -131,8 +132,7 @@ def region(
                     f"{tokens} tokens × {channels} channels"
                 )
             registers[number, index] = tuple(code if role == "k" else (code[1], code[0]) for code in register if code)
-    lanes = vector_bytes // 4
-    units = _integer_units(registers, layout) if integer else _float_units(registers, lanes)
+    units = _integer_units(registers, layout) if integer else _float_units(registers, lanes or vector_bytes // 4)
     units.sort(key=lambda unit: (min(min(r) for out in unit.outputs for r in out.r), min(unit.outputs[0].o)))
     slots = _slots(units, layout)
     return Region(outputs, sum(map(len, slots)), tuple((row, byte - start) for row, byte in chunks), tuple(units), slots)
@@ -307,11 +307,17 @@ class Plan:
         return region
 
 
-def plan(layout: Layout, head_dim: int, vector_bytes: int, role: str, integer: bool, registers: int) -> Plan:
+def plan(
+    layout: Layout, head_dim: int, vector_bytes: int, role: str, integer: bool, registers: int, lanes: int = 0
+) -> Plan:
     """Choose regions for one role.
 
     Parameters
     ----------
+    vector_bytes : int
+        Bytes of packed words that are loaded at once.
+    lanes : int, optional
+        32-bit lanes of an accumulator, if not ``vector_bytes`` / 4: the float pipeline widens, and may load less.
     registers : int
         Accumulator registers per row wanted in the hot loop; the region grows until it has them or cannot grow.
 
@@ -336,21 +342,25 @@ def plan(layout: Layout, head_dim: int, vector_bytes: int, role: str, integer: b
         raise
     except LayoutError as error:
         raise Infeasible(str(error).partition(": ")[2]) from None
+    def cut(outputs: int, reductions: int, overrun: bool = False) -> Region:
+        return region(layout, head_dim, vector_bytes, role, integer, outputs, reductions, overrun, lanes)
+
     grow = _plan_keys if role == "k" else _plan_values
-    return grow(layout, head_dim, vector_bytes, integer, registers, tile, pitch)
+    return grow(layout, head_dim, cut, registers, tile, pitch)
 
 
-def _plan_keys(
-    layout: Layout, head_dim: int, vector_bytes: int, integer: bool, registers: int, tile: int, pitch: int
-) -> Plan:
+Cut = Callable[..., Region]
+
+
+def _plan_keys(layout: Layout, head_dim: int, cut: Cut, registers: int, tile: int, pitch: int) -> Plan:
     reason: Infeasible | None = None
     for channels in (c for c in (GROUP, 2 * GROUP, 4 * GROUP) if c == GROUP or c < 2 * head_dim):
         best: Plan | None = None
         for tokens in (1, 2, 4, 8, 16, 32):
             try:
                 trips, rest = divmod(head_dim, channels)
-                main = region(layout, head_dim, vector_bytes, "k", integer, tokens, channels) if trips else None
-                tail = region(layout, head_dim, vector_bytes, "k", integer, tokens, rest, True) if rest else None
+                main = cut(tokens, channels) if trips else None
+                tail = cut(tokens, rest, True) if rest else None
                 found = Plan(
                     main,
                     tail,
@@ -373,19 +383,14 @@ def _plan_keys(
     raise reason
 
 
-def _plan_values(
-    layout: Layout, head_dim: int, vector_bytes: int, integer: bool, registers: int, tile: int, pitch: int
-) -> Plan:
-    def cut(channels: int, overrun: bool = False) -> Region:
-        return region(layout, head_dim, vector_bytes, "v", integer, channels, TOKENS, overrun)
-
+def _plan_values(layout: Layout, head_dim: int, cut: Cut, registers: int, tile: int, pitch: int) -> Plan:
     reason: Infeasible | None = None
     best: Plan | None = None
     for size in (1 << i for i in range(head_dim.bit_length())):
         try:
             trips, rest = divmod(head_dim, size)
-            main = cut(size)
-            tail = cut(rest, overrun=True) if rest else None
+            main = cut(size, TOKENS)
+            tail = cut(rest, TOKENS, True) if rest else None
             if main.reductions != TOKENS or (tail is not None and tail.slots != main.slots):
                 raise Infeasible(f"{layout.order} {layout.packing.arrangement}: probabilities would be needed in two orders")
             step = _step(layout, head_dim, 0, size) if trips > 1 or rest else 0
@@ -399,7 +404,7 @@ def _plan_values(
         best = found
     if best is None:
         try:
-            return Plan(None, cut(head_dim, overrun=True), 0, 0, 0, tile, pitch)
+            return Plan(None, cut(head_dim, TOKENS, True), 0, 0, 0, tile, pitch)
         except Infeasible:
             assert reason is not None
             raise reason from None

@@ -80,7 +80,7 @@ class Unpacker:
         packing = spec.layout.packing
         row, byte = self.region.chunks[chunk]
         offset = row * spec.plan.pitch_bytes + byte
-        width = emit.isa.vector_bytes
+        width = spec.chunk_bytes
         if spec.prefetch and chunk * width % 64 == 0:
             emit.prefetch(self.base, offset + 64 * spec.prefetch)
         if packing.format == "fp16":

@@ -16,6 +16,9 @@ from .mapping import Infeasible
 from .spec import TileSpec
 
 TOKEN_TILES = (16, 32)
+WORKING_REGISTERS = 2
+"""Registers that a hot loop needs besides its accumulators: a code register and a small operand."""
+
 CHANNEL_TILES = (4, 8, 16, 32, 64)
 PADS = (0, 64)
 
@@ -64,28 +67,35 @@ def layouts(packing: Packing) -> list[tuple[Layout, Layout]]:
 
 
 def schedules(problem: Problem, threads: int) -> list[Schedule]:
-    """Schedules worth trying: one change at a time from a middle one, so that the space stays searchable in minutes."""
-    whole = problem.rows if problem.rows <= 4 else 4
-    base = Schedule(rows=whole, registers=2, block=128, splits=1, prefetch=0, threads=threads)
+    """Schedules worth trying: a middle one, and one change at a time from it, so that a space is searched in minutes."""
+    whole = min(problem.rows, 4)
+    half = (whole + 1) // 2
     splits = 1 if problem.kv_heads % threads == 0 else threads
-    base = replace(base, splits=splits)
-    changes: list[Schedule] = [base, replace(base, registers=4), replace(base, block=256), replace(base, prefetch=8)]
-    if whole > 1:
-        changes.append(replace(base, rows=(whole + 1) // 2))
-    if threads > 1:
-        changes += [replace(base, splits=splits * 2), replace(base, threads=1, splits=1)]
-    return changes
+    middle = Schedule(rows=whole, registers=2, block=128, splits=splits, prefetch=0, threads=threads)
+    changes = [
+        middle,
+        replace(middle, rows=half),
+        replace(middle, registers=4),
+        replace(middle, rows=half, registers=4),
+        replace(middle, block=256),
+        replace(middle, prefetch=8),
+        replace(middle, splits=2 * splits),
+        replace(middle, splits=1, threads=1),
+    ]
+    return list(dict.fromkeys(changes))
 
 
 def space(problem: Problem, isa: Isa, threads: int) -> Iterator[Candidate | Rejected]:
     """See `lowbit.kernels.backend.Backend.space`."""
+    seen: set[Candidate] = set()
     for packing in packings(problem.storage.format):
         for pipeline in PIPELINES:
             for k, v in layouts(packing):
                 for schedule in schedules(problem, threads):
                     candidate = _for_operator(problem, k, v, pipeline, schedule)
-                    if candidate is None:
+                    if candidate is None or candidate in seen:
                         continue
+                    seen.add(candidate)
                     reason = rejection(problem, candidate, isa)
                     yield candidate if reason is None else Rejected(candidate, reason)
 
@@ -117,20 +127,27 @@ def rejection(problem: Problem, candidate: Candidate, isa: Isa) -> str | None:
         return "fp16 has no integer codes to contract"
     for spec in tile_specs(problem, candidate, isa):
         try:
-            plan = spec.plan
+            accumulators(spec)
         except Infeasible as error:
             return f"{spec.role.upper()}: {error}"
-        accumulators = len(plan.any.lanes) * spec.rows
-        if accumulators > 2 * isa.registers:
-            return f"{spec.role.upper()}: {accumulators} accumulators would spill from {isa.registers} registers"
+        if accumulators(spec) > isa.registers - WORKING_REGISTERS:
+            return f"{spec.role.upper()}: {accumulators(spec)} accumulators would spill from {isa.registers} registers"
     return None
 
 
-def baseline(problem: Problem, threads: int) -> Candidate:
-    """Row-major storage, dequantised to float in the hot loop, packed as common runtimes do."""
+def accumulators(spec: TileSpec) -> int:
+    """Vector registers that the hot loop accumulates in; raises `Infeasible` if the layout does not fit the target."""
+    return len(spec.plan.any.lanes) * spec.rows
+
+
+def baseline(problem: Problem, isa: Isa, threads: int) -> Candidate:
+    """Row-major storage, dequantised to float in the hot loop, packed as common runtimes do, with no register spilt."""
     name = {"fp16": "fp16", "int8": "int8/bytes/signed", "int4": "int4/contiguous/offset"}[problem.storage.format]
     layout = Layout.parse(f"T D | {packing_named(name).name}")
-    schedule = schedules(problem, threads)[0]
-    candidate = _for_operator(problem, layout, layout, "float", schedule)
-    assert candidate is not None
-    return candidate
+    middle = schedules(problem, threads)[0]
+    tried = [
+        _for_operator(problem, layout, layout, "float", replace(middle, rows=rows, registers=2))
+        for rows in range(middle.rows, 0, -1)
+    ]
+    fitting = [candidate for candidate in tried if candidate and rejection(problem, candidate, isa) is None]
+    return fitting[0]

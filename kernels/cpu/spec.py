@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..layout import Layout
 from ..problem import GROUP
@@ -54,7 +54,21 @@ class TileSpec:
     @property
     def plan(self) -> Plan:
         """The loop plan; raises `Infeasible` with the reason if there is none."""
-        return _plan(self.layout, self.head_dim, self.isa.vector_bytes, self.role, self.integer, self.registers)
+        return _plan(
+            self.layout, self.head_dim, self.chunk_bytes, self.role, self.integer, self.registers, self.isa.lanes
+        )
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of words loaded at once: a register, or half of one where codes widen to four or eight registers."""
+        if self.integer or self.layout.packing.bits == 16:
+            return self.isa.vector_bytes
+        return max(self.isa.vector_bytes // 2, 16)
+
+    @property
+    def canonical(self) -> TileSpec:
+        """The spec with the accumulators it really gets, so that equal code is compiled once."""
+        return replace(self, registers=len(self.plan.any.lanes))
 
     @property
     def symbol(self) -> str:

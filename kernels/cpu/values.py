@@ -21,6 +21,7 @@ from .fold import fold
 from .keys import dequantised
 from .mapping import TOKENS, Lanes, Region
 from .multiply import IntegerDots, SmallOperand, Unpacker, arranged, float_offset, integer_form
+from .share import Share
 from .spec import TileSpec
 from .vector import BYTES, F32, HALF, I8, I32, I64, VOID, Emitter, Value
 
@@ -83,7 +84,8 @@ class _AccumulateTile:
             if plan.trips == 1:
                 self._channels(plan.main, emit.i64(0))
             else:
-                outer = emit.begin(emit.opaque(plan.trips))
+                share = Share(max(self.spec.head_dim // plan.trips, 1), per_block=True)
+                outer = emit.begin(emit.opaque(plan.trips), share=share)
                 self._channels(plan.main, outer.index)
                 emit.end(outer)
         if plan.tail is not None:
@@ -95,8 +97,8 @@ class _AccumulateTile:
     def _fold_scales(self) -> None:
         emit, spec = self.emit, self.spec
         lanes = emit.isa.lanes
-        outer = emit.begin(emit.opaque(self.groups))
-        inner = emit.begin(self.trips)
+        outer = emit.begin(emit.opaque(self.groups), share=Share(max(spec.head_dim // self.groups, 1), per_block=True))
+        inner = emit.begin(self.trips, share=Share(max(TOKENS * spec.head_dim // self.groups, 1)))
         scales = [self._scale_part(inner.index, outer.index, part) for part in range(0, TOKENS, lanes)]
         start = emit.builder.mul(inner.index, emit.i64(4 * TOKENS))
         step = emit.builder.mul(inner.index, emit.i64(TOKENS * self.element_bytes))
@@ -170,7 +172,9 @@ class _AccumulateTile:
         channel = emit.builder.mul(trip, emit.i64(width))
         first_group = emit.builder.udiv(channel, emit.i64(TOKENS)) if spec.groups else emit.i64(0)
         names = [(row, output.o) for row in range(spec.rows) for output in region.lanes]
-        loop = emit.begin(self.trips, [emit.constant(F32, lanes, 0.0)] * len(names))
+        repeats = plan.trips if region is plan.main else 1
+        share = Share(max(TOKENS * spec.head_dim // repeats, 1))
+        loop = emit.begin(self.trips, [emit.constant(F32, lanes, 0.0)] * len(names), share)
         totals: dict[Key, Value] = dict(zip(names, loop.carried, strict=True))
         tokens = emit.builder.mul(loop.index, emit.i64(TOKENS // plan.tile * plan.pitch_bytes))
         at = emit.at(self.base, emit.builder.add(tokens, emit.builder.mul(trip, emit.i64(plan.channel_step_bytes))))

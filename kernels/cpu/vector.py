@@ -10,6 +10,7 @@ from typing import Any
 from llvmlite import ir
 
 from .isa import Isa
+from .share import Share
 
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 F32, HALF = ir.FloatType(), ir.HalfType()
@@ -24,7 +25,7 @@ class Loop:
 
     index: Value
     carried: list[Value]
-    body: ir.Block
+    outside: str
     after: ir.Block
     phis: list[Any] = field(default_factory=list)
 
@@ -41,6 +42,7 @@ class Emitter:
     def __init__(self, builder: ir.IRBuilder, isa: Isa):
         self.builder = builder
         self.isa = isa
+        self._block_name = "once.per.call."
 
     # -- constants ------------------------------------------------------------------------------------------------
 
@@ -178,12 +180,14 @@ class Emitter:
 
     # -- control flow ---------------------------------------------------------------------------------------------
 
-    def begin(self, trips: Value, carried: Sequence[Value] = ()) -> Loop:
-        """Open a loop over 0 … trips − 1 that carries values from one iteration to the next."""
+    def begin(self, trips: Value, carried: Sequence[Value] = (), share: Share | None = None) -> Loop:
+        """Open a loop over 0 … trips − 1 that carries values from one iteration to the next and runs at ``share``."""
         before = self.builder.block
-        head = self.builder.append_basic_block("loop")
-        body = self.builder.append_basic_block("body")
-        after = self.builder.append_basic_block("after")
+        outside, inside = self._block_name, share.name if share is not None else self._block_name
+        head = self.builder.append_basic_block(inside)
+        body = self.builder.append_basic_block(inside)
+        after = self.builder.append_basic_block(outside)
+        self._block_name = inside
         self.builder.branch(head)
         self.builder.position_at_end(head)
         index = self.builder.phi(I64, "i")
@@ -195,7 +199,7 @@ class Emitter:
             phis.append(phi)
         self.builder.cbranch(self.builder.icmp_signed("<", index, trips), body, after)
         self.builder.position_at_end(body)
-        return Loop(index, list(phis), body, after, [index, head, *phis])
+        return Loop(index, list(phis), outside, after, [index, head, *phis])
 
     def end(self, loop: Loop, carried: Sequence[Value] = ()) -> list[Value]:
         """Close ``loop``; returns the carried values as they are after it."""
@@ -205,4 +209,5 @@ class Emitter:
             phi.add_incoming(value, self.builder.block)
         self.builder.branch(head)
         self.builder.position_at_end(loop.after)
+        self._block_name = loop.outside
         return list(phis)

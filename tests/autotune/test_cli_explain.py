@@ -111,8 +111,9 @@ def test_with_coefficients_the_prediction_chooses_and_its_terms_add_up() -> None
     # No shift at all in the float pipeline; planes with 4 rows is the best of the other layouts.
     assert explained.choice.candidate.pipeline == "float"
     assert explained.runner_up.candidate == candidate("int4/planes/offset", 4)
-    # 2 heads × 256 tokens × 64 channels / 64 values an iteration × 2 shifts × 1 ns; 4 rows serve the whole group.
-    assert explained.runner_up.predicted_us == pytest.approx(2 * 256 * 64 / 64 * 2 * 1e-3)
+    # A shift costs 1 ns and nothing else costs anything.
+    assert explained.runner_up.predicted_us == pytest.approx(explained.runner_up.features.instructions["shift"] * 1e-3)
+    assert explained.runner_up.predicted_us > explained.choice.predicted_us
     assert sum(explained.terms_us.values()) == pytest.approx(explained.choice.predicted_us)
 
 
@@ -205,6 +206,16 @@ def test_json_is_one_object_and_the_database_stays_as_it_was(by_hand: Path) -> N
     assert explained["runner_up"]["pipeline"] == "float"
     assert "code" not in explained
     assert by_hand.read_bytes() == before
+
+
+def test_a_winner_of_another_toolchain_is_named_but_not_considered(
+    by_hand: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HandWritten, "toolchain", lambda self: "by hand 2")
+    result = run(by_hand, "--json")
+    assert candidate("int4/planes/signed", 2).name in result.stderr
+    explained = json.loads(result.stdout)
+    assert (explained["provenance"], explained["winner"]) == ("predicted", None)
 
 
 def test_json_with_code_holds_ir_and_assembly(by_hand: Path) -> None:

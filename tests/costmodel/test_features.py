@@ -16,10 +16,10 @@ SCHEDULE = Schedule(rows=4, registers=1, block=32, splits=3, prefetch=0, threads
 LAYOUT = Layout.parse("T/16 D/4 t16 d4 | int4/planes/offset")
 
 # 64 values an iteration: two loads, two unpacking instructions, a dot with its load, a scalar add, a branch.
-K = "f:\n.LA:\n\tvmovdqu (%rdi,%rax), %ymm0\n\tvpand %ymm7, %ymm0, %ymm1\n\tvpsrlw $4, %ymm1, %ymm1\n"
+K = "f:\n.LA: # %once.per.64.values.\n\tvmovdqu (%rdi,%rax), %ymm0\n\tvpand %ymm7, %ymm0, %ymm1\n\tvpsrlw $4, %ymm1, %ymm1\n"
 K += "\tvpdpbusd (%rsi,%rax), %ymm1, %ymm6\n\taddq $32, %rax\n\tjne .LA\n\tretq\n.Lfunc_end0:\n"
 # 16 values an iteration: a converting load, an FMA, a branch.
-V = "f:\n.LA:\n\tvcvtph2ps (%rdi,%rax), %ymm0\n\tvfmadd231ps %ymm0, %ymm5, %ymm6\n\tjne .LA\n\tretq\n.Lfunc_end0:\n"
+V = "f:\n.LA: # %once.per.16.values.\n\tvcvtph2ps (%rdi,%rax), %ymm0\n\tvfmadd231ps %ymm0, %ymm5, %ymm6\n\tjne .LA\n\tretq\n.Lfunc_end0:\n"
 
 
 def codes(k_rows: int = 4, v_rows: int = 8) -> list[Code]:
@@ -42,7 +42,8 @@ def test_features_of_an_attention_call() -> None:
         "address": k_iterations,
         "convert": v_iterations,
         "arithmetic": v_iterations,
-        "branch": k_iterations + v_iterations,
+        # Each return runs once for every pass over a block of 32 tokens and all channels.
+        "branch": k_iterations + v_iterations + 2 * 4 * (3 + 2),
     }
     assert found.unpack_ops == 2 * k_iterations + v_iterations
     assert found.unpack_ops_per_32 == (1.0 + 2.0) / 2
@@ -58,7 +59,8 @@ def test_features_of_one_operand(operator: str, role: int) -> None:
     problem = Problem(operator, heads=4, kv_heads=2, head_dim=64, precision="w4a8")
     candidate = Candidate(None if role else LAYOUT, LAYOUT if role else None, "integer", SCHEDULE)
     found = features(problem, candidate, 64, [codes()[role]], 64)
-    assert found.instructions["branch"] == 2 * 64 * 64 / (16 if role else 64)
+    # The loop's branch, and a return for each of 2 heads × 2 blocks.
+    assert found.instructions["branch"] == 2 * 64 * 64 / (16 if role else 64) + 4
     assert found.exponentials == 0
     # A row of 64 channels and one of 64 scores for each of 4 heads.
     assert found.working_set_bytes - found.bytes == 4 * (64 + 64) * 4

@@ -1,14 +1,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from fake_backend import HANG, LAYOUTS, PROBLEM, REFUSES, SEGV, WRONG, FakeBackend, candidate
 from lowbit.db.store import Store
 from lowbit.kernels.candidate import Candidate
-from lowbit.search.control import Contention
+from lowbit.kernels.errors import NoiseError
 from lowbit.search.crew import Crew
 from lowbit.search.messages import Setup
 from lowbit.search.rounds import Effort
@@ -30,6 +30,12 @@ SPACE = [
 BASELINE = candidate(400)
 
 
+@pytest.fixture(autouse=True)
+def calm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine must not fail a test: nothing counts as contention, unless a test says so."""
+    monkeypatch.setattr("lowbit.search.rounds.tainted", lambda slot, contention: False)
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
     with Store.open(tmp_path / "t.db") as store:
@@ -44,9 +50,7 @@ def crew() -> Iterator[Crew]:
 
 
 def bench(crew: Crew, store: Store, protocol: str = "warm") -> Bench:
-    # A busy machine must not fail a test: the control never taints here.
-    relaxed = Contention(compute_limit=1e9, stream_limit=1e9)
-    return Bench(crew, store, "device", FakeBackend().toolchain(), protocol, relaxed, cache_bytes=1 << 20)
+    return Bench(crew, store, "device", FakeBackend().toolchain(), protocol, cache_bytes=1 << 20)
 
 
 def session(
@@ -125,8 +129,8 @@ def test_a_final_measures_anew_unless_an_earlier_run_was_concluded(crew: Crew, s
 
 
 def test_a_candidate_given_up_as_slow_is_timed_properly_when_it_matters(crew: Crew, store: Store) -> None:
-    here = session(crew, store)
-    fast, slow = SPACE[1].name, SPACE[0].name
+    here = session(crew, store, [candidate(20), candidate(600)])
+    fast, slow = here.candidates
     given_up = here.measure([fast, slow], Effort(2, 4, 0.5, slow_factor=2.0))
     assert [m.status for m in given_up] == ["ok", "slow"]
     assert here.measure([slow], Effort(2, 4, 0.5, slow_factor=2.0))[0] == given_up[1]
@@ -148,3 +152,30 @@ def test_a_crash_does_not_lose_what_its_worker_had_compiled(store: Store) -> Non
         here = session(alone, store, space)
         statuses = [m.status for m in here.measure(list(here.candidates), EFFORT)]
     assert statuses == ["ok", "ok", "crashed"]
+
+
+def test_noise_costs_a_chunk_and_ends_the_session_only_if_it_spoils_everything(
+    crew: Crew, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = session(crew, store, [candidate(20), candidate(30)])
+    names = list(here.candidates)
+    monkeypatch.setattr("lowbit.search.session.MAX_CHUNK", 2)
+    monkeypatch.setattr("lowbit.search.rounds.tainted", lambda slot, contention: True)
+    with pytest.raises(NoiseError, match="undisturbed"):
+        here.measure(names, EFFORT)
+    assert store.info()["counts"]["measurements"] == 0
+    # The first chunk is disturbed, the second is not.
+    more = session(crew, store, [candidate(each) for each in (20, 30, 40, 50)])
+    undisturbed = DeviceSession._measure_chunk
+    chunks: list[Sequence[str]] = []
+
+    def first_disturbed(self: DeviceSession, chunk: Sequence[str], effort: Effort) -> None:
+        chunks.append(chunk)
+        if len(chunks) == 1:
+            raise NoiseError("disturbed")
+        undisturbed(self, chunk, effort)
+
+    monkeypatch.setattr("lowbit.search.rounds.tainted", lambda slot, contention: False)
+    monkeypatch.setattr(DeviceSession, "_measure_chunk", first_disturbed)
+    measured = more.measure(list(more.candidates), EFFORT)
+    assert [m.candidate for m in measured] == list(more.candidates)[2:] == chunks[1]
