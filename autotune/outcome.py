@@ -155,8 +155,10 @@ class TuneReport:
         The newest measurement of everything that the strategy asked for.
     rounds, tainted : int
         Timing rounds, and how many of them contention spoilt.
+    unmeasured : int
+        Candidates that contention or the budget kept from being measured; a later run measures them.
     noisy : list of str
-        What could not be measured because of contention, and was predicted.
+        What could not be decided because of contention, and was predicted.
     """
 
     device: dict[str, Any]
@@ -169,6 +171,7 @@ class TuneReport:
     measurements: dict[tuple[str, int, str], Measurement] = field(default_factory=dict)
     rounds: int = 0
     tainted: int = 0
+    unmeasured: int = 0
     noisy: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
@@ -184,7 +187,12 @@ class TuneReport:
             },
             "select_ms": self.select_ms,
             "statuses": dict(Counter(m.status for m in self.measurements.values()).most_common()),
-            "rounds": {"timed": self.rounds, "tainted": self.tainted, "too_noisy": self.noisy},
+            "rounds": {
+                "timed": self.rounds,
+                "tainted": self.tainted,
+                "unmeasured": self.unmeasured,
+                "too_noisy": self.noisy,
+            },
             "db": str(self.db),
         }
 

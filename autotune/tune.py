@@ -264,6 +264,7 @@ class _Run:
                 self.report.rounds, self.report.tainted = bench.rounds, bench.tainted
                 key = each.problem.key, each.tokens
                 self.report.measurements.update({(*key, n): session.measured[n] for n in session.settled})
+                self.report.unmeasured += len(session.asked - session.settled)
             self._store(each, choice, calibration)
         if self.report.noisy and len(self.report.noisy) == len(ranked):
             raise NoiseError(

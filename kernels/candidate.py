@@ -34,6 +34,11 @@ class Schedule:
         Cache lines that the hot loop prefetches ahead; 0 leaves it to the hardware.
     threads : int
         Threads that share the tasks (key/value heads × splits); 1 runs them all inline, with no fork.
+
+    Raises
+    ------
+    LayoutError
+        For a count below 1 (``prefetch``: below 0) or a block that is no multiple of 32.
     """
 
     rows: int
@@ -42,6 +47,13 @@ class Schedule:
     splits: int
     prefetch: int
     threads: int
+
+    def __post_init__(self) -> None:
+        for name, least in (("rows", 1), ("registers", 1), ("block", 32), ("splits", 1), ("prefetch", 0), ("threads", 1)):
+            if getattr(self, name) < least:
+                raise LayoutError(f"a schedule's {name} must be at least {least}, not {getattr(self, name)}")
+        if self.block % 32:
+            raise LayoutError(f"a schedule's block must be a multiple of 32 tokens, not {self.block}")
 
     @property
     def name(self) -> str:
@@ -102,11 +114,14 @@ class Candidate:
         LayoutError
             If ``name`` is malformed.
         """
-        *roles, pipeline, schedule = name.split("; ")
+        parts = name.split("; ")
+        if len(parts) < 3:
+            raise LayoutError(f"not a candidate's name: {name!r}")
+        *roles, pipeline, schedule = parts
         layouts: dict[str, Layout | None] = {"K": None, "V": None}
         for part in roles:
             role, _, layout = part.partition(": ")
-            if role not in layouts:
+            if role not in layouts or layouts[role] is not None:
                 raise LayoutError(f"not a candidate's name: {name!r}")
             layouts[role] = Layout.parse(layout)
         if pipeline not in PIPELINES:

@@ -80,8 +80,9 @@ class DeviceSession:
     ----------
     measured : dict of str to Measurement
         The newest measurement of each candidate, earlier runs' included.
-    settled : set of str
-        Candidates that were asked for and whose outcome is known.
+    asked, settled : set of str
+        Candidates that were asked for, and those of them whose outcome is known. What contention or the deadline kept
+        from being measured is not settled.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class DeviceSession:
         )
         self._fresh: set[str] = set()
         self.settled: set[str] = set()
+        self.asked: set[str] = set()
 
     @property
     def study_key(self) -> str:
@@ -125,27 +127,36 @@ class DeviceSession:
     def measure(self, names: Sequence[str], effort: Effort, final: bool = False) -> list[Measurement]:
         """See `Session.measure`."""
         names = list(dict.fromkeys(names))
+        self.asked.update(names)
         if final:
             todo = [] if self._concluded and not self._fresh.intersection(names) else list(names)
         else:
             todo = [name for name in names if not self._known(name, effort)]
         self.settled.update(set(names).difference(todo))
         self._bench.report()
-        # Whoever has compiled a candidate soon prepares those that share its code, before it is forgotten.
-        first = {shared_code(self._named[name]): rank for rank, name in reversed(list(enumerate(todo)))}
-        todo.sort(key=lambda name: first[shared_code(self._named[name])])
-        size = self._chunk_size(todo)
-        noise: NoiseError | None = None
-        for start in range(0, len(todo), size):
-            if self.exhausted:
-                break
-            try:
-                self._measure_chunk(todo[start : start + size], effort)
-            except NoiseError as error:
-                noise = error  # A busy minute must not end an hour's run.
+        noise = self._measure_all(todo, effort)
+        left = [name for name in todo if name not in self.settled]
+        if left and not self.exhausted:
+            noise = self._measure_all(left, effort)
         if noise is not None and not any(self._timed(name) for name in todo):
             raise noise
         return [self.measured[name] for name in names if name in self.measured]
+
+    def _measure_all(self, names: Sequence[str], effort: Effort) -> NoiseError | None:
+        """Measure chunk by chunk. A busy minute must not end an hour's run, so noise is only returned."""
+        # Whoever has compiled a candidate soon prepares those that share its code, before it is forgotten.
+        first = {shared_code(self._named[name]): rank for rank, name in reversed(list(enumerate(names)))}
+        ordered = sorted(names, key=lambda name: first[shared_code(self._named[name])])
+        size = self._chunk_size(ordered)
+        noise = None
+        for start in range(0, len(ordered), size):
+            if self.exhausted:
+                break
+            try:
+                self._measure_chunk(ordered[start : start + size], effort)
+            except NoiseError as error:
+                noise = error
+        return noise
 
     def _timed(self, name: str) -> bool:
         return name in self._fresh and self.measured[name].status in TIMED

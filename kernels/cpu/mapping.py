@@ -133,6 +133,8 @@ def region(
                 )
             registers[number, index] = tuple(code if role == "k" else (code[1], code[0]) for code in register if code)
     units = _integer_units(registers, layout) if integer else _float_units(registers, lanes or vector_bytes // 4)
+    if integer and role == "k" and any(len({i // GROUP for i in r}) > 1 for u in units for out in u.outputs for r in out.r):
+        raise Infeasible(f"{layout.order} {layout.packing.arrangement}: a 32-bit lane would mix scales")
     units.sort(key=lambda unit: (min(min(r) for out in unit.outputs for r in out.r), min(unit.outputs[0].o)))
     slots = _slots(units, layout)
     return Region(outputs, sum(map(len, slots)), tuple((row, byte - start) for row, byte in chunks), tuple(units), slots)

@@ -5,7 +5,7 @@ import pytest
 from kernel_check import candidate, check, legal, problem
 from lowbit.kernels import packing as registry_module
 from lowbit.kernels.cpu.backend import CpuBackend
-from lowbit.kernels.errors import LayoutError
+from lowbit.kernels.errors import CompileError, LayoutError
 from lowbit.kernels.layout import Layout
 from lowbit.kernels.packed import pack
 from lowbit.kernels.packing import Packing, packing_named, packings, register_packing
@@ -128,25 +128,45 @@ def rotated_bytes(index):
     return (index - 1) % 32, np.zeros_like(index)
 
 
-@pytest.mark.parametrize("coding", ["signed", "offset"])
-@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize(("coding", "in_order"), [("signed", False), ("offset", True)])
 def test_a_registered_packing_is_tuned_and_computes_the_same(registry, coding, in_order):
     for name in [name for name in registry if name.startswith("int4/")]:
         del registry[name]
-    register_packing(int4("high_first", pairs_high_first, coding=coding, in_order=in_order))
+    arrangement = "high_first_in_order" if in_order else "high_first"  # code is cached by name for the process
+    register_packing(int4(arrangement, pairs_high_first, coding=coding, in_order=in_order))
     p = problem("attend h3/1 d64 q1 w4a8")
     found = legal(p)
-    assert {c.k.packing.name for c in found} == {f"int4/high_first/{coding}"}
+    assert {c.k.packing.name for c in found} == {f"int4/{arrangement}/{coding}"}
     assert {c.pipeline for c in found} == {"integer", "float"}
     for chosen in (found[0], found[-1], found[len(found) // 3]):
         check(p, chosen, 77)
 
 
+def within_groups(index):
+    """32 codes in an order without any pattern."""
+    slots = np.random.default_rng(7).permutation(32)[index]
+    return slots // 2, slots % 2 * 4
+
+
+def across_groups(index):
+    slots = np.random.default_rng(7).permutation(64)[index]
+    return slots // 2, slots % 2 * 4
+
+
 @pytest.mark.parametrize("pipeline", ["integer", "float"])
 def test_placement_without_pattern(registry, pipeline):
-    register_packing(int4("scrambled", scrambled, block_codes=64))
+    register_packing(int4("scrambled", within_groups, block_codes=32))
     p = problem("qk h4/2 d128 q2 w4a8")
     check(p, candidate(p, "T D | int4/scrambled/signed", pipeline=pipeline), 45)
+
+
+def test_integers_of_different_scales_are_not_added(registry):
+    """A placement that puts channels of two scale groups into one lane serves floats only."""
+    register_packing(int4("across", across_groups, block_codes=64))
+    p = problem("qk h4/2 d128 q2 w4a8")
+    check(p, candidate(p, "T D | int4/across/signed", pipeline="float"), 45)
+    with pytest.raises(CompileError, match="would mix scales"):
+        CpuBackend().compile(p, candidate(p, "T D | int4/across/signed"))
 
 
 def test_an_eight_bit_packing_of_ones_own(registry):
