@@ -1,7 +1,7 @@
 """lowbit: a layout autotuner for low-bit LLM decoding.
 
-`open_db` reads a tuned database and selects kernels from it; `Problem` says what to select for. Everything else is tuning,
-which the ``autotune`` command does.
+`open_db` reads a tuned database and selects kernels from it; `Problem` says what to select for. Everything else is
+tuning, which the ``autotune`` command does.
 """
 
 from __future__ import annotations

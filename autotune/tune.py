@@ -10,23 +10,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from ..costmodel.calibrate import Calibration, calibrate
 from ..costmodel.device import Device, detect
-from ..costmodel.features import Features
-from ..costmodel.lep import predict_many
 from ..db.records import TIMED, Winner
 from ..db.store import Store
-from ..kernels.backend import Backend, Rejected
-from ..kernels.candidate import Candidate
+from ..kernels.backend import Backend
 from ..kernels.errors import LowbitError, NoiseError
 from ..kernels.problem import Problem
 from ..search.crew import Crew
-from ..search.features import extract
 from ..search.messages import Setup
 from ..search.rounds import Effort
 from ..search.session import Bench, DeviceSession
@@ -35,6 +31,7 @@ from ..search.timing import PROTOCOLS
 from ..search.worker import resolve_backend
 from .outcome import Decision, Options, Progress, Silent, TuneInterrupted, TuneReport
 from .ranges import store_winner
+from .ranking import Ranked, Ranker, as_timed
 
 CALIBRATION_S = {False: 40.0, True: 10.0}
 QUICK_SCREEN = Effort(min_rounds=3, max_rounds=6, target_spread=0.1)
@@ -97,17 +94,6 @@ def tune(
     return report
 
 
-@dataclass(frozen=True)
-class _Ranked:
-    """One problem at one context length, ready for a strategy."""
-
-    problem: Problem
-    tokens: int
-    candidates: dict[str, Candidate]
-    predicted_us: dict[str, float]
-    features: dict[str, Features]
-
-
 class _Run:
     """One call of `tune`."""
 
@@ -134,8 +120,12 @@ class _Run:
         calibration = self._calibration()
         setup, size = self._crew_plan(problems, max(tokens))
         with Crew(setup, size, self.options.deadlines_s) as crew:
-            ranked = [each for p in problems for each in self._rank(p, tokens, crew, calibration)]
-            self._decide(ranked, self._bench(crew, setup), calibration)
+            bench = self._bench(crew, setup)
+            ranker = Ranker(
+                self.backend, self.device, self.threads, bench, calibration.extended, self.progress, self.report
+            )
+            ranked = [each for problem in problems for each in ranker.rank(problem, tokens)]
+            self._decide(ranked, bench, calibration)
 
     # -- what everything rests on ---------------------------------------------------------------------------------
 
@@ -183,72 +173,9 @@ class _Run:
             run=self.run,
         )
 
-    # -- spaces and predictions -----------------------------------------------------------------------------------
-
-    def _rank(self, problem: Problem, tokens: Sequence[int], crew: Crew, calibration: Calibration) -> list[_Ranked]:
-        candidates = self._space(problem)
-        done = 0
-
-        def report(more: int) -> None:
-            nonlocal done
-            done += more
-            self.progress.update("features", done, len(candidates), problem.key)
-
-        features, failed = extract(
-            problem,
-            tokens,
-            candidates,
-            crew,
-            self.store,
-            self.device.fingerprint,
-            self.toolchain,
-            self.device.line_bytes,
-            report,
-        )
-        self.report.unpredicted.update(failed.values())
-        return [self._order(problem, each, candidates, features[each], calibration) for each in tokens]
-
-    def _space(self, problem: Problem) -> dict[str, Candidate]:
-        candidates: dict[str, Candidate] = {}
-        rejected: list[tuple[str, str]] = []
-        for each in self.backend.space(problem, self.threads):
-            if isinstance(each, Rejected):
-                rejected.append((each.candidate.name, each.reason))
-            else:
-                candidates[each.name] = each
-        self.store.put_space(problem.key, self.device.fingerprint, list(candidates), rejected)
-        self.report.candidates += len(candidates)
-        self.report.reasons.update(reason for _, reason in rejected)
-        return candidates
-
-    def _order(
-        self,
-        problem: Problem,
-        tokens: int,
-        candidates: dict[str, Candidate],
-        features: dict[str, Features],
-        calibration: Calibration,
-    ) -> _Ranked:
-        names = list(features)
-        seen = [self._as_timed(features[name]) for name in names]
-        started = time.perf_counter()
-        predicted = predict_many(seen, calibration.extended)
-        order = np.argsort(predicted, kind="stable")
-        self.report.select_ms += (time.perf_counter() - started) * 1e3
-        predicted_us = {names[i]: float(predicted[i]) for i in order}
-        predicted_us |= {name: math.inf for name in candidates if name not in predicted_us}
-        ranked = {name: candidates[name] for name in predicted_us}
-        return _Ranked(problem, tokens, ranked, predicted_us, features)
-
-    def _as_timed(self, features: Features) -> Features:
-        """Features as the protocol has it: operands that come from memory have no working set in a cache."""
-        if self.options.protocol == "warm":
-            return features
-        return replace(features, working_set_bytes=max(features.working_set_bytes, 2 * self.cache_bytes))
-
     # -- decisions ------------------------------------------------------------------------------------------------
 
-    def _decide(self, ranked: Sequence[_Ranked], bench: Bench, calibration: Calibration) -> None:
+    def _decide(self, ranked: Sequence[Ranked], bench: Bench, calibration: Calibration) -> None:
         parameters = self._parameters()
         planned = [self.strategy.planned(len(each.candidates), parameters) for each in ranked]
         for index, each in enumerate(ranked):
@@ -282,7 +209,7 @@ class _Run:
             final=QUICK_FINAL if quick else FINAL,
         )
 
-    def _session(self, each: _Ranked, bench: Bench, sessions_left: int) -> DeviceSession:
+    def _session(self, each: Ranked, bench: Bench, sessions_left: int) -> DeviceSession:
         deadline = None
         if self.options.budget_s is not None:
             now = time.monotonic()
@@ -297,7 +224,7 @@ class _Run:
 
         return report
 
-    def _store(self, each: _Ranked, choice: Choice, calibration: Calibration) -> None:
+    def _store(self, each: Ranked, choice: Choice, calibration: Calibration) -> None:
         measurement = choice.measurement
         predicted_us = choice.predicted_us
         if predicted_us is not None and not 0 < predicted_us < math.inf:
@@ -330,11 +257,11 @@ class _Run:
         )
         store_winner(self.store, winner)
 
-    def _bandwidth_share(self, each: _Ranked, choice: Choice, calibration: Calibration) -> float | None:
+    def _bandwidth_share(self, each: Ranked, choice: Choice, calibration: Calibration) -> float | None:
         measurement, name = choice.measurement, choice.candidate.name
         if measurement is None or measurement.median_us is None or name not in each.features:
             return None
-        features = self._as_timed(each.features[name])
+        features = as_timed(each.features[name], self.options.protocol, self.cache_bytes)
         gbps = calibration.bandwidth.gbps(
             np.array([float(features.working_set_bytes)]), np.array([float(self.threads)])
         )

@@ -27,8 +27,8 @@ class Features:
     working_set_bytes : int
         ``bytes`` and the float32 operands and results that the caller passes.
     instructions : dict of str to float
-        Instructions executed in tile functions, for each class of `lowbit.costmodel.assembly.CLASSES`. One that computes
-        on a memory operand is in two classes.
+        Instructions executed in tile functions, for each class of `lowbit.costmodel.assembly.CLASSES`. One that
+        computes on a memory operand is in two classes.
     unpack_ops : float
         Unpacking instructions executed.
     unpack_ops_per_32 : float

@@ -1,7 +1,7 @@
 """Decode with a tuned kernel: quantise keys and values, pack them in the winner's layout, attend, check.
 
-    make tune                                  # writes lowbit.db
-    python examples/decode.py lowbit.db
+make tune                                  # writes lowbit.db
+python examples/decode.py lowbit.db
 """
 
 from __future__ import annotations

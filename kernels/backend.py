@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from .candidate import Candidate
 from .problem import Problem
+from .quantize import Quantized
 
 Array = NDArray[Any]
 
@@ -62,8 +63,8 @@ class Kernel(ABC):
     candidate: Candidate
 
     @abstractmethod
-    def pack(self, role: str, values: Array, capacity: int | None = None) -> Any:
-        """Quantise float ``values`` (kv_heads, tokens, head_dim) and pack them as ``role`` (``k`` or ``v``) wants."""
+    def pack(self, role: str, values: Array | Quantized, capacity: int | None = None) -> Any:
+        """Pack ``values`` (kv_heads, tokens, head_dim) for ``role`` ``k`` or ``v``; floats are quantised first."""
 
     @abstractmethod
     def __call__(self, *operands: Any, tokens: int | None = None, out: Array | None = None) -> Array:
@@ -71,6 +72,13 @@ class Kernel(ABC):
 
         ``q`` is float32 (heads, query_rows, head_dim); see `lowbit.kernels.reference` for each operator's shapes.
         """
+
+    def bind(self, *operands: Any, tokens: int | None = None, out: Array | None = None) -> Callable[[], Array]:
+        """The same call with everything checked and looked up once: what a decode loop repeats, and what is timed.
+
+        The operands and ``out`` stay referenced, and are read and written anew by every call.
+        """
+        return functools.partial(self, *operands, tokens=tokens, out=out)
 
 
 class Backend(ABC):
@@ -120,7 +128,3 @@ def backend_named(name: str) -> Backend:
     if name != "cpu":
         raise DeviceError(f"unknown device {name!r}: this release tunes for 'cpu'")
     return CpuBackend()
-
-
-def as_float32(values: Array) -> NDArray[np.float32]:
-    return np.ascontiguousarray(values, np.float32)

@@ -49,7 +49,14 @@ class Schedule:
     threads: int
 
     def __post_init__(self) -> None:
-        for name, least in (("rows", 1), ("registers", 1), ("block", 32), ("splits", 1), ("prefetch", 0), ("threads", 1)):
+        for name, least in (
+            ("rows", 1),
+            ("registers", 1),
+            ("block", 32),
+            ("splits", 1),
+            ("prefetch", 0),
+            ("threads", 1),
+        ):
             if getattr(self, name) < least:
                 raise LayoutError(f"a schedule's {name} must be at least {least}, not {getattr(self, name)}")
         if self.block % 32:

@@ -5,10 +5,10 @@ Each axis, tokens (T) and channels (D), is written as factors, and the factors a
 upper-case factor is an axis's outermost one and counts blocks; ``t16`` is the position within a block of 16, ``t32/4``
 the quad within a block of 32.
 
-π is the axis of the innermost factor. ρ is the order of the factors: the outermost one counts the rows of the two-dimensional
-storage and the others lie along a row, whose pitch can be padded and whose count can fold into panels side by side. φ is
-the `Packing`. Address maps, packing, conversion and the stored name are all derived from this one value. Compare the
-(shape:stride) layouts of CuTe and Triton's linear layouts.
+π is the axis of the innermost factor. ρ is the order of the factors: the outermost one counts the rows of the
+two-dimensional storage and the others lie along a row, whose pitch can be padded and whose count can fold into panels
+side by side. φ is the `Packing`. Address maps, packing, conversion and the stored name are all derived from this one
+value. Compare the (shape:stride) layouts of CuTe and Triton's linear layouts.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Self
 
 import numpy as np
@@ -92,7 +93,7 @@ class Layout:
             chain = sorted((f for f in self.factors if f.axis == axis), key=lambda f: (f.block != 0, -f.block))
             if not chain or chain[0].block != 0 or any(f.block == 0 for f in chain[1:]):
                 raise LayoutError(f"{self.order!r} needs exactly one outermost factor of {axis}")
-            for outer, inner in zip(chain, chain[1:], strict=False):
+            for outer, inner in pairwise(chain):
                 if outer.unit != inner.block:
                     raise LayoutError(f"{self.order!r}: {inner} does not continue {outer}")
             if chain[-1].unit != 1:
@@ -202,7 +203,9 @@ class Layout:
         """
         codes = self.row_codes(tokens, channels)
         if codes % self.packing.block_codes:
-            raise LayoutError(f"{self.name}: a row of {codes} codes is no whole number of {self.packing.block_codes}-code blocks")
+            raise LayoutError(
+                f"{self.name}: a row of {codes} codes is no whole number of {self.packing.block_codes}-code blocks"
+            )
         return codes // self.packing.block_codes * self.packing.block_bytes + self.pad_bytes
 
     def head_bytes(self, tokens: int, channels: int) -> int:

@@ -1,14 +1,15 @@
 """The operators, each written once: Numba code over packed operands of any layout.
 
-A kernel is a C function ``void task(job, index)``. A *job* is a block of int64 fields that describes one call (`FIELDS`);
-tasks are numbered (key/value head × token split) and share nothing but the job, so they may run in any order and on any
-thread. Token splits are merged afterwards.
+A kernel is a C function ``void task(job, index)``. A *job* is a block of int64 fields that describes one call
+(`FIELDS`); tasks are numbered (key/value head × token split) and share nothing but the job, so they may run in any
+order and on any thread. Token splits are merged afterwards.
 
-Operands are of a `PackedType`, which puts the layout's tile code into the kernel, or a `DispatchedType`, which calls it by
-address: one compilation then serves every layout, and that is what makes tuning hundreds of them quick.
+Operands are of a `PackedType`, which puts the layout's tile code into the kernel, or a `DispatchedType`, which calls
+it by address: one compilation then serves every layout, and that is what makes tuning hundreds of them quick.
 
-Rows are the small operand's: row = query head of the group × query_rows + query position. They are served ``rows`` at a time by
-the tile intrinsics, each time over the block of tokens that the previous pass has just brought into the cache.
+Rows are the small operand's: row = query head of the group × query_rows + query position. They are served ``rows`` at
+a time by the tile intrinsics, each time over the block of tokens that the previous pass has just brought into the
+cache.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ HIDDEN = np.float32(-1e30)
 LOG2_E, LN2_HIGH, LN2_LOW = np.float32(1.44269504), np.float32(0.693359375), np.float32(-2.12194440e-4)
 
 
-@njit(fastmath=True, nogil=True, inline="never")  # type: ignore[untyped-decorator]
+@njit(fastmath=True, nogil=True, inline="never")
 def exponential(x: Any) -> Any:
     """exp(x) for x ≤ 0 in float32: range reduction by ln 2 and a polynomial of degree 6 (Cephes), within 2 ulp."""
     x = max(x, np.float32(-87.0))
@@ -94,7 +95,7 @@ def exponential(x: Any) -> Any:
     return y * float_from_bits(np.int32((np.int32(n) + np.int32(127)) << np.int32(23)))
 
 
-@njit(fastmath=True, nogil=True)  # type: ignore[untyped-decorator]
+@njit(fastmath=True, nogil=True)
 def prepare_float(x: Any, head_dim: Any, factor: Any, order: Any, count: Any, out: Any) -> None:
     """Reorder one row of queries, times ``factor``."""
     for i in range(count):
@@ -105,7 +106,7 @@ def prepare_float(x: Any, head_dim: Any, factor: Any, order: Any, count: Any, ou
         store_f32(out, i, value)
 
 
-@njit(fastmath=True, nogil=True)  # type: ignore[untyped-decorator]
+@njit(fastmath=True, nogil=True)
 def prepare_integer(
     x: Any, head_dim: Any, factor: Any, order: Any, count: Any, out: Any, job: Any, aux: Any, scratch: Any
 ) -> None:
@@ -142,7 +143,7 @@ def prepare_integer(
         store_f32(aux, aux_count + i, load_f32(facts, 2 * g + 1))
 
 
-@njit(fastmath=True, nogil=True)  # type: ignore[untyped-decorator]
+@njit(fastmath=True, nogil=True)
 def softmax_row(scores: Any, visible: Any, count: Any, state: Any, out: Any, head_dim: Any) -> None:
     """One online-softmax update of a row: scores become weights, ``out`` and the running sum are rescaled.
 
@@ -168,7 +169,7 @@ def softmax_row(scores: Any, visible: Any, count: Any, state: Any, out: Any, hea
     store_f32(state, 1, load_f32(state, 1) * shrink + total)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True)
 def span(job: Any, index: Any) -> tuple[Any, Any, Any, Any]:
     """Head, split, and token range of a task: whole 32-token blocks, spread evenly."""
     splits = peek(job, SPLITS)
@@ -180,12 +181,12 @@ def span(job: Any, index: Any) -> tuple[Any, Any, Any, Any]:
     return head, split, first, stop
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True)
 def padded(count: Any, step: Any) -> Any:
     return (count + step - 1) // step * step
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True)
 def clear(address: Any, count: Any) -> None:
     for i in range(count):
         store_f32(address, i, np.float32(0.0))
@@ -196,7 +197,7 @@ def partial_floats(rows: int, head_dim: int) -> int:
     return rows * (2 + head_dim)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True)
 def prepare(job: Any, head: Any, x: Any, aux: Any, scratch: Any, zeros: Any) -> None:
     """Prepare all rows of a task for ``dot_tile``; rows past the last one are zero."""
     rows, head_dim, element = peek(job, ROWS), peek(job, HEAD_DIM), peek(job, ELEMENT)
@@ -250,7 +251,12 @@ def build_attend(k: OperandType, v: OperandType) -> Any:
                     limit = peek(job, TOKENS) - query_rows + 1 + (row + i) % query_rows
                     visible = min(max(max(limit, 1) - start, 0), count)
                     softmax_row(
-                        scores + 4 * i * block, visible, count, state + 8 * (row + i), row_out + 4 * i * head_dim, head_dim
+                        scores + 4 * i * block,
+                        visible,
+                        count,
+                        state + 8 * (row + i),
+                        row_out + 4 * i * head_dim,
+                        head_dim,
                     )
                 accumulate_tile(values, head, start, count, scores, block, scratch, row_out, head_dim)
         record = peek(job, PARTIALS) + 4 * index * rows * (2 + head_dim)
@@ -332,7 +338,7 @@ def build_sv(v: OperandType) -> Any:
 
 
 def _merge(normalise: bool) -> Callable[[int, int, int, int], None]:
-    @njit(fastmath=True, nogil=True)  # type: ignore[untyped-decorator]
+    @njit(fastmath=True, nogil=True)
     def merge(job: int, heads: int, head_dim: int, out: int) -> None:
         rows, splits = peek(job, ROWS), peek(job, SPLITS)
         size = rows * (2 + head_dim)

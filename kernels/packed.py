@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,7 @@ SLACK_BYTES = 256
 """Readable bytes after the last head: vector loads of a short row may run past it."""
 
 
-def aligned_zeros(count: int, dtype: np.dtype | type) -> NDArray:
+def aligned_zeros(count: int, dtype: Any) -> NDArray[Any]:
     """A zeroed array of ``count`` elements that starts on a cache line."""
     size = np.dtype(dtype).itemsize * count
     raw = np.zeros(size + HEAD_ALIGNMENT_BYTES, np.uint8)
@@ -88,7 +89,9 @@ class PackedTensor:
             raw -= packing.offset
         else:
             raw -= (raw >> (packing.bits - 1)) << packing.bits
-        scales = self.scales[:, scale_address(np.arange(self.tokens)[:, None], np.arange(self.groups)[None, :], self.groups)]
+        scales = self.scales[
+            :, scale_address(np.arange(self.tokens)[:, None], np.arange(self.groups)[None, :], self.groups)
+        ]
         return Quantized(packing.format, raw.astype(np.int8), scales)
 
     def dequantize(self) -> NDArray[np.float64]:
@@ -160,7 +163,9 @@ def pack(quantized: Quantized, layout: Layout, capacity: int | None = None) -> P
             words[:, target] = kept | raw[:, chosen] << np.uint8(bit)
     groups = quantized.scales.shape[2]
     scale_stride = -(-capacity * groups * 2 // HEAD_ALIGNMENT_BYTES) * HEAD_ALIGNMENT_BYTES // 2
-    scales = aligned_zeros(heads * scale_stride + SLACK_BYTES, np.float16)[: heads * scale_stride].reshape(heads, scale_stride)
+    scales = aligned_zeros(heads * scale_stride + SLACK_BYTES, np.float16)[: heads * scale_stride].reshape(
+        heads, scale_stride
+    )
     if groups:
         where = scale_address(np.arange(tokens)[:, None], np.arange(groups)[None, :], groups)
         scales[:, where] = quantized.scales

@@ -39,8 +39,8 @@ class Packing:
     block_codes : int
         Codes of a block; a block takes ``block_codes * bits / 8`` bytes.
     place : callable
-        Maps code indices (int64, any shape, 0 ≤ i < block_codes) to ``(byte, shift)``: the byte within the block and the
-        bit within the byte.
+        Maps code indices (int64, any shape, 0 ≤ i < block_codes) to ``(byte, shift)``: the byte within the block and
+        the bit within the byte.
     in_order : bool
         Whether a kernel restores layout order after splitting nibbles (costs shuffles) instead of permuting the small
         operand.
@@ -100,7 +100,9 @@ def register_packing(packing: Packing) -> Packing:
     if FORMATS.get(packing.format) != packing.bits or packing.coding not in CODINGS:
         raise LayoutError(f"packing {packing.name!r} of {packing.bits} bits: formats are {FORMATS}, codings {CODINGS}")
     if packing.block_codes < 1 or packing.block_codes * packing.bits % 8:
-        raise LayoutError(f"packing {packing.name!r}: {packing.block_codes} codes of {packing.bits} bits are no whole bytes")
+        raise LayoutError(
+            f"packing {packing.name!r}: {packing.block_codes} codes of {packing.bits} bits are no whole bytes"
+        )
     byte, shift = map(np.asarray, packing.place(np.arange(packing.block_codes)))
     expected = np.arange(0, packing.block_codes * packing.bits, packing.bits)
     if not np.array_equal(np.unique(byte * 8 + shift), expected) or (shift < 0).any() or (shift > 7).any():

@@ -1,9 +1,9 @@
 """Packed operands in Numba: a type whose type is its layout, and tiles as intrinsics.
 
-Passing a `PackedTensor` to an ``@njit`` function specialises that function to the operand's layout: the intrinsics below
-read the layout from the argument's type and lower to the tile code of the machine's instruction set. Operators are
-therefore written once, over (token, channel) coordinates. Registered with Numba through the ``numba_extensions`` entry
-point, so that importing `lowbit` first is not needed.
+Passing a `PackedTensor` to an ``@njit`` function specialises that function to the operand's layout: the intrinsics
+below read the layout from the argument's type and lower to the tile code of the machine's instruction set. Operators
+are therefore written once, over (token, channel) coordinates. Registered with Numba through the ``numba_extensions``
+entry point, so that importing `lowbit` first is not needed.
 
 Addresses are plain integers (``intp``) inside kernels; `peek`, `load_f32` and their kin read and write through them.
 """
@@ -90,7 +90,7 @@ OPERAND_FIELDS = len(_FIELDS)
 
 @register_model(PackedType)
 @register_model(DispatchedType)
-class _OperandModel(models.StructModel):  # type: ignore[misc]
+class _OperandModel(models.StructModel):
     def __init__(self, dmm: Any, fe_type: OperandType):
         super().__init__(dmm, fe_type, _FIELDS)
 
@@ -228,7 +228,16 @@ def dot_tile(
 
 @intrinsic
 def accumulate_tile(
-    typingctx: Any, v: Any, head: Any, first: Any, count: Any, p: Any, stride: Any, scratch: Any, out: Any, out_stride: Any
+    typingctx: Any,
+    v: Any,
+    head: Any,
+    first: Any,
+    count: Any,
+    p: Any,
+    stride: Any,
+    scratch: Any,
+    out: Any,
+    out_stride: Any,
 ) -> Any:
     """out[row·out_stride + d] += Σ_i p[row·stride + i]·V[head, first + i, d]; see `lowbit.kernels.cpu.values`."""
     if not isinstance(v, OperandType):
@@ -281,4 +290,3 @@ def require_packed(value: object, role: str) -> PackedTensor:
     if not isinstance(value, PackedTensor):
         raise LayoutError(f"operand {role} must be a PackedTensor, not {type(value).__name__}")
     return value
-

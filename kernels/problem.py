@@ -34,9 +34,13 @@ class Precision:
     bits: int
 
 
-PRECISIONS = {p.name: p for p in (Precision("fp16", "fp16", 16), Precision("w8a8", "int8", 8), Precision("w4a8", "int4", 4))}
+PRECISIONS = {
+    p.name: p for p in (Precision("fp16", "fp16", 16), Precision("w8a8", "int8", 8), Precision("w4a8", "int4", 4))
+}
 
-_KEY = re.compile(r"(?P<operator>\w+) h(?P<heads>\d+)/(?P<kv_heads>\d+) d(?P<head_dim>\d+) q(?P<query_rows>\d+) (?P<precision>\w+)")
+_KEY = re.compile(
+    r"(?P<operator>\w+) h(?P<heads>\d+)/(?P<kv_heads>\d+) d(?P<head_dim>\d+) q(?P<query_rows>\d+) (?P<precision>\w+)"
+)
 
 
 @dataclass(frozen=True)

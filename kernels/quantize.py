@@ -17,7 +17,7 @@ LARGEST_CODE = {"int8": 127, "int4": 7}
 ACTIVATION_LARGEST_CODE = 127
 
 LARGEST_WEIGHT = 127
-"""Largest code of a product of probability and scale: 7 bits, so that pairs of u8 × s8 products fit 16 bits everywhere."""
+"""Largest code of a product of probability and scale: 7 bits, so that pairs of u8 × s8 products fit 16 bits."""
 
 DITHER = [(int(f"{i:05b}"[::-1], 2) + 0.5) / GROUP for i in range(GROUP)]
 """Rounding thresholds of 32 neighbouring tokens' weights, a van der Corput sequence.

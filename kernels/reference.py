@@ -1,11 +1,11 @@
 """The operators in float64, and how far a kernel may be from them.
 
-The ``float`` pipeline is held to the activations as given. The ``integer`` pipeline is held to rounded ones, which is what
-"a8" means: queries to 8 bits a group of 32 channels, products of probability and scale to 7 bits a group of 32 tokens. What
-that rounding costs a model is a question of quality, not of a kernel's correctness.
+The ``float`` pipeline is held to the activations as given. The ``integer`` pipeline is held to rounded ones, which is
+what "a8" means: queries to 8 bits a group of 32 channels, products of probability and scale to 7 bits a group of 32
+tokens. What that rounding costs a model is a question of quality, not of a kernel's correctness.
 
-Query rows of one problem are the last positions of the context: row i of n sees tokens 0 … tokens − n + i (causal inside
-the block), in ``attend``. ``qk`` and ``sv`` are plain contractions.
+Query rows of one problem are the last positions of the context: row i of n sees tokens 0 … tokens − n + i (causal
+inside the block), in ``attend``. ``qk`` and ``sv`` are plain contractions.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def softmax_scale(head_dim: int) -> float:
 
 def scores(x: NDArray[np.floating], k: Float64, group: int) -> Float64:
     """q·K per head: (heads, query_rows, tokens)."""
-    return np.einsum("hqd,htd->hqt", x.astype(np.float64), np.repeat(k, group, axis=0), optimize=True)
+    product: Float64 = np.einsum("hqd,htd->hqt", x.astype(np.float64), np.repeat(k, group, axis=0), optimize=True)
+    return product
 
 
 def causal_limit(tokens: int, query_rows: int) -> NDArray[np.int64]:
@@ -88,7 +89,8 @@ def probabilities(s: Float64, query_rows: int) -> Float64:
     hidden = np.arange(tokens)[None, :] >= causal_limit(tokens, query_rows)[:, None]
     s = np.where(hidden[None], -np.inf, s)
     p = np.exp(s - s.max(axis=2, keepdims=True))
-    return p / p.sum(axis=2, keepdims=True)
+    normalised: Float64 = p / p.sum(axis=2, keepdims=True)
+    return normalised
 
 
 def rounded_queries(x: NDArray[np.floating]) -> Float64:
@@ -117,11 +119,13 @@ def reference(problem: Problem, operands: Operands, pipeline: str = "float") -> 
         p = probabilities(s, problem.query_rows)
     if pipeline == "integer":
         return _weighted_rounded(p, operands.v, problem.group)
-    return np.einsum("hqt,htd->hqd", p, np.repeat(operands.v.dequantize(), problem.group, axis=0), optimize=True)
+    v = np.repeat(operands.v.dequantize(), problem.group, axis=0)
+    weighted: Float64 = np.einsum("hqt,htd->hqd", p, v, optimize=True)
+    return weighted
 
 
 def weight_steps(p: Float64, scales: Float64) -> tuple[Float64, Float64]:
-    """Products p·scale of one channel group, and the step their 32-token group is rounded with; both (heads, rows, tokens)."""
+    """Products p·scale of one channel group, and the step each is rounded with: both (heads, rows, tokens)."""
     product = p * scales[:, None, :]
     tokens = product.shape[2]
     padded = np.zeros((*product.shape[:2], -(-tokens // GROUP) * GROUP))
@@ -140,12 +144,13 @@ def _weighted_rounded(p: Float64, v: Quantized, group: int) -> Float64:
         product, step = weight_steps(p, scales[:, :, g])
         ratio = np.divide(product, step, out=np.zeros_like(product), where=step > 0)
         part = slice(g * GROUP, (g + 1) * GROUP)
-        out[:, :, part] = np.einsum("hqt,htd->hqd", np.floor(ratio + thresholds) * step, codes[:, :, part], optimize=True)
+        weights = np.floor(ratio + thresholds) * step
+        out[:, :, part] = np.einsum("hqt,htd->hqd", weights, codes[:, :, part], optimize=True)
     return out
 
 
 def error(result: NDArray[np.floating], expected: Float64) -> float:
-    """Largest relative error over (head, query row): ‖result − expected‖ / ‖expected‖; NaN and infinity count as infinite."""
+    """Largest ‖result − expected‖ / ‖expected‖ over (head, query row); NaN and infinity count as infinite."""
     if result.shape != expected.shape:
         return math.inf
     difference = np.linalg.norm(result.astype(np.float64) - expected, axis=2)
@@ -157,8 +162,9 @@ def error(result: NDArray[np.floating], expected: Float64) -> float:
 def tolerance(problem: Problem, operands: Operands, pipeline: str = "float") -> float:
     """What `error` may reach, from the formats' rounding on these very operands.
 
-    float32 arithmetic: 2e-5 of the operands' magnitude. The integer pipeline may also round an activation to the other side
-    of a threshold now and then, worth a quarter of the rounding's standard deviation Δ/√12, propagated to first order.
+    float32 arithmetic: 2e-5 of the operands' magnitude. The integer pipeline may also round an activation to the
+    other side of a threshold now and then, worth a quarter of the rounding's standard deviation Δ/√12, propagated to
+    first order.
     """
     expected = reference(problem, operands, pipeline)
     scale = np.maximum(np.linalg.norm(expected, axis=2), np.finfo(np.float32).tiny)

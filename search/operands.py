@@ -7,9 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ..kernels.backend import Kernel
 from ..kernels.packed import SLACK_BYTES, PackedTensor, aligned_zeros
 from ..kernels.quantize import Quantized
@@ -31,7 +28,6 @@ class PackedOperands:
     def __init__(self, operands: Operands, limit_bytes: int) -> None:
         self.operands = operands
         self._limit_bytes = limit_bytes
-        self._values: dict[str, NDArray[np.float32]] = {}
         self._packed: OrderedDict[Key, list[Any]] = OrderedDict()
 
     def arguments(self, kernel: Kernel, copies: int = 1) -> list[tuple[Any, ...]]:
@@ -53,22 +49,15 @@ class PackedOperands:
         kept = self._packed.setdefault(key, [])
         self._packed.move_to_end(key)
         if not kept:
-            kept.append(kernel.pack(key[0], self._float32(key[0])))
+            kept.append(kernel.pack(key[0], self._quantized(key[0])))
         while len(kept) < copies:
             kept.append(_duplicate(kept[0]))
         return kept
 
-    def _float32(self, role: str) -> NDArray[np.float32]:
-        """Values of one operand, which quantise to its very codes: a code times its fp16 scale is exact in float32."""
-        if role not in self._values:
-            quantized = self.operands.k if role == "k" else self.operands.v
-            assert quantized is not None  # a candidate has a layout for each operand of its operator
-            self._values[role] = np.empty(quantized.codes.shape, np.float32)
-            for head, values in enumerate(self._values[role]):
-                part = slice(head, head + 1)
-                one = Quantized(quantized.format, quantized.codes[part], quantized.scales[part])
-                values[...] = one.dequantize()[0]
-        return self._values[role]
+    def _quantized(self, role: str) -> Quantized:
+        quantized = self.operands.k if role == "k" else self.operands.v
+        assert quantized is not None  # a candidate has a layout for each operand of its operator
+        return quantized
 
     def _evict(self, used: Sequence[Key]) -> None:
         total = sum(sum(int(each.nbytes) for each in kept) for kept in self._packed.values())

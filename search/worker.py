@@ -16,8 +16,6 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-import numpy as np
-
 from ..kernels.backend import Backend, Kernel, backend_named
 from ..kernels.candidate import Candidate
 from ..kernels.cpu.pool import allowed_cpus
@@ -203,7 +201,7 @@ class Workbench:
             self._stopwatches[key] = Stopwatch()
         self._announce(Stage("run"))
         out = kernel(*arguments[0], tokens=request.tokens)
-        self._stopwatches[key].calls = [_Call(kernel, each, request.tokens, out) for each in arguments]
+        self._stopwatches[key].calls = [kernel.bind(*each, tokens=request.tokens, out=out) for each in arguments]
         return self._stopwatches[key]
 
     # -- features -------------------------------------------------------------------------------------------------
@@ -226,18 +224,6 @@ class Workbench:
                 for each in found.values():
                     each.pop(name, None)
         return Extracted(found, failed)
-
-
-class _Call:
-    """One call on one copy of the operands; a class, because a closure in a loop would bind the last copy."""
-
-    __slots__ = ("_arguments", "_kernel", "_out", "_tokens")
-
-    def __init__(self, kernel: Kernel, arguments: tuple[Any, ...], tokens: int, out: np.ndarray[Any, Any]) -> None:
-        self._kernel, self._arguments, self._tokens, self._out = kernel, arguments, tokens, out
-
-    def __call__(self) -> object:
-        return self._kernel(*self._arguments, tokens=self._tokens, out=self._out)
 
 
 def _reason(error: Exception) -> str:

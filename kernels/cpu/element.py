@@ -50,7 +50,9 @@ def emit_load_element(
     else:
         number = builder.sub(number, ir.Constant(I32, packing.offset))
     groups = -(-head_dim // GROUP)
-    group = builder.add(builder.mul(builder.udiv(t, emit.i64(TOKENS)), emit.i64(groups)), builder.udiv(d, emit.i64(GROUP)))
+    group = builder.add(
+        builder.mul(builder.udiv(t, emit.i64(TOKENS)), emit.i64(groups)), builder.udiv(d, emit.i64(GROUP))
+    )
     place = builder.add(builder.mul(group, emit.i64(TOKENS)), builder.urem(t, emit.i64(TOKENS)))
     half = emit.load(scales, ir.VectorType(HALF, 1), builder.mul(place, emit.i64(2)))
     scale = builder.extract_element(emit.widen_half(half), ir.Constant(I32, 0))

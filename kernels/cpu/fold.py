@@ -62,4 +62,3 @@ def _folded_once(emit: Emitter, pool: list[tuple[Value, tuple[int, ...]]]) -> li
             for v, lanes in folded
         ]
     return folded
-

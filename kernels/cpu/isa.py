@@ -26,8 +26,8 @@ class Isa:
     registers : int
         Vector registers there are.
     dot : str
-        ``vpdpbusd`` (u8×s8, four products a lane), ``maddubs`` (u8×s8 pairs, saturating at 16 bits), ``sdot`` (s8×s8) or
-        ``widen`` (plain multiplication in vector IR).
+        ``vpdpbusd`` (u8×s8, four products a lane), ``maddubs`` (u8×s8 pairs, saturating at 16 bits), ``sdot`` (s8×s8)
+        or ``widen`` (plain multiplication in vector IR).
     half_conversion : bool
         Whether fp16 converts in hardware.
     requires : frozenset of str
@@ -118,6 +118,8 @@ def detect() -> Isa:
     if wanted:
         isa = isa_named(wanted)
         if not runs_here(isa):
-            raise DeviceError(f"{ISA_VARIABLE}={wanted}: this machine lacks {', '.join(sorted(isa.requires - host_features()))}")
+            raise DeviceError(
+                f"{ISA_VARIABLE}={wanted}: this machine lacks {', '.join(sorted(isa.requires - host_features()))}"
+            )
         return isa
     return next(isa for isa in ISAS.values() if runs_here(isa))

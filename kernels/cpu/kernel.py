@@ -14,10 +14,12 @@ from ..errors import LayoutError, ProblemError
 from ..packed import PackedTensor, aligned_zeros, pack
 from ..plugin import OPERAND_FIELDS, require_packed
 from ..problem import Problem, check_tokens
-from ..quantize import quantize
+from ..quantize import Quantized, quantize
 from ..reference import softmax_scale
 from .keys import Preparation
 from .pool import pool
+
+Float32 = NDArray[np.float32]
 
 
 class CpuKernel(Kernel):
@@ -45,12 +47,24 @@ class CpuKernel(Kernel):
         self._partials = aligned_zeros(self._tasks * size, np.float32)
         self._fill_constants()
 
+    def run(self, job: int, out: Float32) -> None:
+        """Run the tasks of the job at this address, and merge their records into ``out``."""
+        self._pool.run(self._task.address, job, self._tasks)
+        if self._merge is not None:
+            self._merge(job, self.problem.kv_heads, self.problem.head_dim, out.ctypes.data)
+
     def _size_of_workspace(self, scratch: int) -> int:
         problem, schedule = self.problem, self.candidate.schedule
         rows = -(-problem.rows // schedule.rows) * schedule.rows
         slots = len(self._prepared.order) if self._prepared else 0
         aux = len(self._prepared.aux_group) if self._prepared else 0
-        parts = (4 * rows * slots, 8 * rows * aux, 4 * schedule.rows * schedule.block, 8 * rows, 4 * rows * problem.head_dim)
+        parts = (
+            4 * rows * slots,
+            8 * rows * aux,
+            4 * schedule.rows * schedule.block,
+            8 * rows,
+            4 * rows * problem.head_dim,
+        )
         # Preparing rows needs codes, sums and a row of zeros where scores and scratch will be.
         size = sum(-(-part // 64) * 64 for part in parts) + scratch + 8192 + 8 * problem.head_dim
         return -(-size // 4096) * 4096 + 128  # neighbouring tasks start in different cache sets
@@ -77,25 +91,29 @@ class CpuKernel(Kernel):
             job[operators.AUX_COUNT] = len(self._prepared.aux_group)
             job[operators.OFFSET] = self._prepared.offset
 
-    def pack(self, role: str, values: NDArray[np.floating], capacity: int | None = None) -> PackedTensor:
+    def pack(self, role: str, values: NDArray[np.floating] | Quantized, capacity: int | None = None) -> PackedTensor:
         layout = {"k": self.candidate.k, "v": self.candidate.v}.get(role)
         if layout is None:
             raise LayoutError(f"{self.problem.operator} has no packed operand {role!r}")
-        return pack(quantize(values, self.problem.storage, role), layout, capacity)
+        quantized = values if isinstance(values, Quantized) else quantize(values, self.problem.storage, role)
+        return pack(quantized, layout, capacity)
 
-    def __call__(
-        self, *operands: Any, tokens: int | None = None, out: NDArray[np.float32] | None = None
-    ) -> NDArray[np.float32]:
+    def __call__(self, *operands: Any, tokens: int | None = None, out: Float32 | None = None) -> Float32:
+        return self.bind(*operands, tokens=tokens, out=out)()
+
+    def bind(self, *operands: Any, tokens: int | None = None, out: Float32 | None = None) -> Bound:
         problem = self.problem
-        x, packed = np.ascontiguousarray(operands[0], np.float32), operands[1:]
         roles = {"attend": ("k", "v"), "qk": ("k",), "sv": ("v",)}[problem.operator]
-        if len(packed) != len(roles):
+        if len(operands) != 1 + len(roles):
             raise ProblemError(f"{problem.operator} takes {1 + len(roles)} operands, not {len(operands)}")
+        x, job = np.ascontiguousarray(operands[0], np.float32), self._job.copy()
+        packed = [self._checked(role, operand) for role, operand in zip(roles, operands[1:], strict=True)]
         for role, operand in zip(roles, packed, strict=True):
-            self._bind(role, require_packed(operand, role))
+            start = operators.K if role == "k" else operators.V
+            job[start : start + OPERAND_FIELDS] = (*operand.addresses, self._tiles[role])
         count = check_tokens(packed[0].tokens if tokens is None else tokens)
         if any(count > operand.capacity for operand in packed):
-            raise ProblemError(f"{count} tokens asked of an operand that holds {packed[0].capacity}")
+            raise ProblemError(f"{count} tokens asked of an operand that holds {min(o.capacity for o in packed)}")
         columns = count if problem.operator == "sv" else problem.head_dim
         if x.shape != (problem.heads, problem.query_rows, columns):
             raise ProblemError(f"x must have shape {(problem.heads, problem.query_rows, columns)}, not {x.shape}")
@@ -104,29 +122,36 @@ class CpuKernel(Kernel):
             out = np.empty(shape, np.float32)
         elif out.shape != shape or out.dtype != np.float32 or not out.flags.c_contiguous:
             raise ProblemError(f"out must be contiguous float32 of shape {shape}")
-        self._run(x, out, count, columns)
-        return out
+        job[operators.X] = x.ctypes.data
+        job[operators.X_HEAD_STRIDE] = problem.rows * columns
+        job[operators.X_ROW_STRIDE] = columns
+        job[operators.OUT] = out.ctypes.data
+        job[operators.TOKENS] = count
+        return Bound(self, job, out, (x, *packed))
 
-    def _bind(self, role: str, operand: PackedTensor) -> None:
+    def _checked(self, role: str, value: object) -> PackedTensor:
+        """``value`` if it is an operand that this kernel reads; another layout would give silently wrong numbers."""
+        operand = require_packed(value, role)
         layout = self.candidate.k if role == "k" else self.candidate.v
-        if layout is None or operand.layout != layout:
+        if operand.layout != layout:
             raise LayoutError(f"operand {role} is packed as {operand.layout}, the kernel reads {layout}")
         if (operand.heads, operand.head_dim) != (self.problem.kv_heads, self.problem.head_dim):
             raise ProblemError(
                 f"operand {role} has {operand.heads} heads of {operand.head_dim}, the problem has "
                 f"{self.problem.kv_heads} of {self.problem.head_dim}"
             )
-        start = operators.K if role == "k" else operators.V
-        self._job[start : start + OPERAND_FIELDS] = (*operand.addresses, self._tiles[role])
+        return operand
 
-    def _run(self, x: NDArray[np.float32], out: NDArray[np.float32], tokens: int, columns: int) -> None:
-        job = self._job
-        job[operators.X] = x.ctypes.data
-        job[operators.X_HEAD_STRIDE] = self.problem.rows * columns
-        job[operators.X_ROW_STRIDE] = columns
-        job[operators.OUT] = out.ctypes.data
-        job[operators.TOKENS] = tokens
-        address = job.ctypes.data
-        self._pool.run(self._task.address, address, self._tasks)
-        if self._merge is not None:
-            self._merge(address, self.problem.kv_heads, self.problem.head_dim, out.ctypes.data)
+
+class Bound:
+    """One call with its operands in place; shares the kernel's workspace, so calls must not overlap."""
+
+    __slots__ = ("_address", "_job", "_kernel", "_operands", "out")
+
+    def __init__(self, kernel: CpuKernel, job: NDArray[np.int64], out: Float32, operands: tuple[Any, ...]):
+        self._kernel, self._job, self._operands, self.out = kernel, job, operands, out
+        self._address = job.ctypes.data
+
+    def __call__(self) -> Float32:
+        self._kernel.run(self._address, self.out)
+        return self.out

@@ -1,14 +1,16 @@
 """Dot a tile: scores of a run of tokens with a few rows of queries.
 
 ``void dot_tile(i8 *words, i8 *scales, i64 first, i64 count, i8 *x, i8 *aux, float *scores, i64 stride)`` computes
-``scores[row·stride + i] = q[row] · K[first + i]`` for ``count`` tokens, both multiples of 32, of one head. ``x`` holds the
-prepared rows (see `Preparation`), ``aux`` what each row adds per group: the accumulator's start value and its scale.
+``scores[row·stride + i] = q[row] · K[first + i]`` for ``count`` tokens, both multiples of 32, of one head. ``x``
+holds the prepared rows (see `Preparation`), ``aux`` what each row adds per group: the accumulator's start value and
+its scale.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
@@ -21,6 +23,9 @@ from .multiply import IntegerDots, SmallOperand, Unpacker, arranged, float_offse
 from .share import Share
 from .spec import TileSpec
 from .vector import BYTES, F32, HALF, I8, I32, I64, VOID, Emitter, Value
+
+Key = tuple[int, tuple[int, ...]]
+"""An accumulator: row, and the output of each lane."""
 
 Pattern = tuple[tuple[int, bool], ...]
 """Per lane of an integer accumulator: its group within the region, and whether it is the output's first lane there."""
@@ -76,10 +81,10 @@ def preparation(spec: TileSpec) -> Preparation:
         if spec.integer:
             for pattern in _patterns(region):
                 group += [min(start // GROUP + g, last) for g, _ in pattern]
-                first += [int(leads) for _, leads in pattern]
+                # A group past the end of a short row has no codes whose offset would need correcting.
+                first += [int(leads and start // GROUP + g <= last) for g, leads in pattern]
     offset = integer_form(spec.layout.packing, "k", spec.isa).offset if spec.integer else 0
-    tables = (np.array(table, np.int32) for table in (order, group, first))
-    return Preparation(*tables, offset)
+    return Preparation(np.array(order, np.int32), np.array(group, np.int32), np.array(first, np.int32), offset)
 
 
 def _regions(plan: Plan) -> list[tuple[Region, int]]:
@@ -146,7 +151,7 @@ class _DotTile:
         emit.end(loop)
         emit.builder.ret_void()
 
-    def _zeros(self) -> dict[object, Value]:
+    def _zeros(self) -> dict[Key, Value]:
         zero = self.emit.constant(F32, self.emit.isa.lanes, 0.0)
         return {(row, lanes.o): zero for row in range(self.spec.rows) for lanes in self.plan.any.lanes}
 
@@ -165,7 +170,7 @@ class _DotTile:
         within = emit.builder.mul(emit.builder.urem(token, emit.i64(TOKENS)), emit.i64(2))
         return emit.builder.add(block, within)
 
-    def _main(self, region: Region, base: Value, totals: dict[object, Value]) -> dict[object, Value]:
+    def _main(self, region: Region, base: Value, totals: dict[Key, Value]) -> dict[Key, Value]:
         emit, plan = self.emit, self.plan
         if plan.trips == 1:
             return self._region(region, base, emit.i64(0), region.reductions, self._aux_bytes(region), totals)
@@ -181,8 +186,8 @@ class _DotTile:
         return len(_patterns(region)) * self.emit.isa.vector_bytes if self.spec.integer else 0
 
     def _region(
-        self, region: Region, base: Value, trip: Value, step: int, aux_step: int, totals: dict[object, Value]
-    ) -> dict[object, Value]:
+        self, region: Region, base: Value, trip: Value, step: int, aux_step: int, totals: dict[Key, Value]
+    ) -> dict[Key, Value]:
         """Contract one region; ``step`` slots and ``aux_step`` bytes of aux precede it for each earlier trip."""
         emit, spec = self.emit, self.spec
         element = 1 if spec.integer else 4
@@ -196,7 +201,7 @@ class _DotTile:
         unpacker = Unpacker(emit, spec, base, region)
         self.group_base = emit.builder.mul(trip, emit.i64(step // GROUP * 2 * TOKENS))
         self.clamp = self._last_group(region, step)
-        scales: dict[object, Value] = {}
+        scales: dict[Any, Value] = {}
         if spec.integer:
             aux_at = emit.at(self.aux, emit.builder.mul(trip, emit.i64(aux_step)))
             return self._integer(region, small, unpacker, aux_at, scales, totals)
@@ -208,7 +213,7 @@ class _DotTile:
             return max(region.reductions // GROUP - 1, 0)
         return max(self.spec.groups - self.plan.trips * step // GROUP - 1, 0)
 
-    def _scale_vector(self, outputs: Sequence[int], groups: Sequence[int], cache: dict[object, Value]) -> Value:
+    def _scale_vector(self, outputs: Sequence[int], groups: Sequence[int], cache: dict[Any, Value]) -> Value:
         emit = self.emit
         groups = [min(group, self.clamp) for group in groups]
         key = (tuple(outputs), tuple(groups))
@@ -230,17 +235,16 @@ class _DotTile:
         small: SmallOperand,
         unpacker: Unpacker,
         aux: Value,
-        scales: dict[object, Value],
-        totals: dict[object, Value],
-    ) -> dict[object, Value]:
+        scales: dict[Any, Value],
+        totals: dict[Key, Value],
+    ) -> dict[Key, Value]:
         emit, spec = self.emit, self.spec
         lanes, width = emit.isa.lanes, emit.isa.vector_bytes
         patterns = _patterns(region)
         aux_row = 2 * 4 * len(self.prepared.aux_group)
         scale_half = 4 * len(self.prepared.aux_group)
         dots = IntegerDots(emit, integer_form(spec.layout.packing, "k", spec.isa))
-        sums: dict[object, Value] = {}
-        meaning: dict[object, tuple[Lanes, Pattern]] = {}
+        sums: dict[tuple[int, tuple[int, ...], Pattern], Value] = {}
         for unit in region.units:
             for output, w in zip(unit.outputs, arranged(emit, unit, unpacker), strict=True):
                 pattern = _pattern(output)
@@ -253,12 +257,11 @@ class _DotTile:
                             if self.prepared.offset
                             else emit.constant(I32, lanes, 0)
                         )
-                        meaning[key] = (output, pattern)
                     dots.add(key, sums, w, small.load(row, output, [0] * lanes))
             dots.settle(sums)
         dots.finish(sums)
         totals = dict(totals)
-        for (row, outputs, pattern), total in sums.items():  # type: ignore[misc]
+        for (row, outputs, pattern), total in sums.items():
             scale = self._scale_vector(outputs, [g for g, _ in pattern], scales)
             offset = row * aux_row + scale_half + patterns.index(pattern) * width
             mine = emit.load(aux, ir.VectorType(F32, lanes), offset)
@@ -271,9 +274,9 @@ class _DotTile:
         region: Region,
         small: SmallOperand,
         unpacker: Unpacker,
-        scales: dict[object, Value],
-        totals: dict[object, Value],
-    ) -> dict[object, Value]:
+        scales: dict[Any, Value],
+        totals: dict[Key, Value],
+    ) -> dict[Key, Value]:
         emit, spec = self.emit, self.spec
         totals = dict(totals)
         for unit in region.units:
@@ -301,4 +304,3 @@ def dequantised(emit: Emitter, spec: TileSpec, register: Value, part: int) -> Va
     if offset and spec.role == "k":
         codes = emit.builder.sub(codes, emit.constant(I32, piece.type.count, offset))
     return emit.builder.sitofp(codes, ir.VectorType(F32, piece.type.count))
-

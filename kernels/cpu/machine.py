@@ -50,8 +50,8 @@ def optimised(module: ir.Module, isa: Isa) -> Any:
         parsed.verify()
     except RuntimeError as error:
         raise CompileError(f"LLVM rejected the generated code: {str(error).splitlines()[0]}") from None
-    # Tiles arrive unrolled, ordered and with their loops as they should be. The standard pipelines take five times as long
-    # and spill more, for they hoist what was placed on purpose.
+    # Tiles arrive unrolled, ordered and with their loops as they should be. The standard pipelines take five times as
+    # long and spill more, for they hoist what was placed on purpose.
     manager = binding.create_new_function_pass_manager()
     manager.add_instruction_combine_pass()
     manager.add_simplify_cfg_pass()

@@ -1,9 +1,9 @@
 """From a layout to vector registers: which (output, reduction) pair each lane of each loaded register holds.
 
-The contraction is y[o] = Σ_r W[o, r]·x[r]. For keys (role ``k``) o is the token and r the channel; for values (``v``) the
-other way round. A *region* is a block of outputs × reductions that the hot loop handles in one iteration. It is loaded
-in *chunks* of one vector register; a chunk's packing splits into code registers; and those become accumulator lanes in one
-of two ways:
+The contraction is y[o] = Σ_r W[o, r]·x[r]. For keys (role ``k``) o is the token and r the channel; for values (``v``)
+the other way round. A *region* is a block of outputs × reductions that the hot loop handles in one iteration. It is
+loaded in *chunks* of one vector register; a chunk's packing splits into code registers; and those become accumulator
+lanes in one of two ways:
 
 - ``direct``: each 32-bit lane's four codes belong to one output, as a dot instruction wants them;
 - ``transpose``: four registers that agree in their outputs are interleaved byte by byte into such lanes.
@@ -31,6 +31,10 @@ TOKENS = 32
 
 Code = tuple[int, int]
 """(output, reduction) of one code, relative to the region."""
+
+
+Registers = dict[tuple[int, int], tuple[Code, ...]]
+"""Codes of each register, by (chunk, register)."""
 
 
 class Infeasible(LayoutError):
@@ -123,21 +127,27 @@ def region(
     first = {row: min(byte for r, byte, _ in codes if r == row) for row in {row for row, _, _ in codes}}
     chunks = sorted({(row, (byte - first[row]) // vector_bytes * vector_bytes + first[row]) for row, byte, _ in codes})
     start = first[0]
-    registers: dict[tuple[int, int], tuple[Code, ...]] = {}
+    registers: Registers = {}
     for number, (row, byte) in enumerate(chunks):
         for index, register in enumerate(_code_registers(layout, codes, row, byte, vector_bytes)):
             if any(code is None for code in register):
                 raise Infeasible(
-                    f"{layout.order} {layout.packing.arrangement}: a {vector_bytes}-byte load would straddle a block of "
-                    f"{tokens} tokens × {channels} channels"
+                    f"{layout.order} {layout.packing.arrangement}: a {vector_bytes}-byte load would straddle a block "
+                    f"of {tokens} tokens × {channels} channels"
                 )
             registers[number, index] = tuple(code if role == "k" else (code[1], code[0]) for code in register if code)
     units = _integer_units(registers, layout) if integer else _float_units(registers, lanes or vector_bytes // 4)
-    if integer and role == "k" and any(len({i // GROUP for i in r}) > 1 for u in units for out in u.outputs for r in out.r):
+    if (
+        integer
+        and role == "k"
+        and any(len({i // GROUP for i in r}) > 1 for u in units for out in u.outputs for r in out.r)
+    ):
         raise Infeasible(f"{layout.order} {layout.packing.arrangement}: a 32-bit lane would mix scales")
     units.sort(key=lambda unit: (min(min(r) for out in unit.outputs for r in out.r), min(unit.outputs[0].o)))
     slots = _slots(units, layout)
-    return Region(outputs, sum(map(len, slots)), tuple((row, byte - start) for row, byte in chunks), tuple(units), slots)
+    return Region(
+        outputs, sum(map(len, slots)), tuple((row, byte - start) for row, byte in chunks), tuple(units), slots
+    )
 
 
 def _codes_by_slot(
@@ -145,8 +155,8 @@ def _codes_by_slot(
 ) -> dict[tuple[int, int, int], Code]:
     """(row, byte in row, shift) → (token, channel), for a region at the origin.
 
-    A row of a row-major operand may end inside a vector; the load then runs on, and channels past the end get numbers past
-    the end. Their products are multiplied by zero (keys) or land in padding (values).
+    A row of a row-major operand may end inside a vector; the load then runs on, and channels past the end get numbers
+    past the end. Their products are multiplied by zero (keys) or land in padding (values).
     """
     tile = layout.unit("T")
     bits = layout.packing.bits
@@ -171,12 +181,21 @@ def _code_registers(
 ) -> list[list[Code | None]]:
     bits = layout.packing.bits
     step = max(bits // 8, 1)
-    split = [
-        [codes.get((row, byte + j, shift)) for j in range(0, vector_bytes, step)] for shift in range(0, min(8, 8 * step), bits)
-    ] if bits < 8 else [[codes.get((row, byte + j, 0)) for j in range(0, vector_bytes, step)]]
+    split = (
+        [
+            [codes.get((row, byte + j, shift)) for j in range(0, vector_bytes, step)]
+            for shift in range(0, min(8, 8 * step), bits)
+        ]
+        if bits < 8
+        else [[codes.get((row, byte + j, 0)) for j in range(0, vector_bytes, step)]]
+    )
     if not layout.packing.in_order:
         return split
     return [[split[source][lane] for source, lane in half] for half in interleaved(vector_bytes)]
+
+
+def _no_two_orders(layout: Layout) -> Infeasible:
+    return Infeasible(f"{layout.order} {layout.packing.arrangement}: the small operand would be needed in two orders")
 
 
 def interleaved(vector_bytes: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
@@ -197,12 +216,17 @@ def interleaved(vector_bytes: int) -> tuple[list[tuple[int, int]], list[tuple[in
 def transposed(vector_bytes: int) -> list[list[tuple[int, int]]]:
     """Byte sources of the four registers of quads that four registers interleave into, within 128-bit lanes."""
     return [
-        [(source, 16 * lane + 4 * quarter + i) for lane in range(vector_bytes // 16) for i in range(4) for source in range(4)]
+        [
+            (source, 16 * lane + 4 * quarter + i)
+            for lane in range(vector_bytes // 16)
+            for i in range(4)
+            for source in range(4)
+        ]
         for quarter in range(4)
     ]
 
 
-def _integer_units(registers: dict[tuple[int, int], tuple[Code, ...]], layout: Layout) -> list[Unit]:
+def _integer_units(registers: Registers, layout: Layout) -> list[Unit]:
     units = []
     pending: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for name, register in registers.items():
@@ -219,13 +243,10 @@ def _integer_units(registers: dict[tuple[int, int], tuple[Code, ...]], layout: L
             four = names[i : i + 4]
             quads = []
             for sources in transposed(len(outputs)):
-                lanes = [sources[j : j + 4] for j in range(0, len(sources), 4)]
-                quads.append(
-                    Lanes(
-                        tuple(outputs[lane[0][1]] for lane in lanes),
-                        tuple(tuple(registers[four[source]][byte][1] for source, byte in lane) for lane in lanes),
-                    )
-                )
+                quad_lanes = [sources[j : j + 4] for j in range(0, len(sources), 4)]
+                o = tuple(outputs[lane[0][1]] for lane in quad_lanes)
+                r = tuple(tuple(registers[four[source]][byte][1] for source, byte in lane) for lane in quad_lanes)
+                quads.append(Lanes(o, r))
             units.append(Unit("transpose", tuple(four), tuple(quads)))
     for unit in units:
         for output in unit.outputs:
@@ -238,7 +259,7 @@ def _mixed(layout: Layout) -> str:
     return f"{layout.order} {layout.packing.arrangement}: a 32-bit lane would mix outputs of the contraction"
 
 
-def _float_units(registers: dict[tuple[int, int], tuple[Code, ...]], lanes: int) -> list[Unit]:
+def _float_units(registers: Registers, lanes: int) -> list[Unit]:
     units = []
     for name, register in registers.items():
         outputs = []
@@ -258,7 +279,7 @@ def _slots(units: Sequence[Unit], layout: Layout) -> dict[tuple[int, ...], int]:
                 if reductions in slots:
                     continue
                 if seen & set(reductions):
-                    raise Infeasible(f"{layout.order} {layout.packing.arrangement}: the small operand would be needed in two orders")
+                    raise _no_two_orders(layout)
                 seen |= set(reductions)
                 slots[reductions] = len(slots)
     return slots
@@ -344,6 +365,7 @@ def plan(
         raise
     except LayoutError as error:
         raise Infeasible(str(error).partition(": ")[2]) from None
+
     def cut(outputs: int, reductions: int, overrun: bool = False) -> Region:
         return region(layout, head_dim, vector_bytes, role, integer, outputs, reductions, overrun, lanes)
 
@@ -394,7 +416,7 @@ def _plan_values(layout: Layout, head_dim: int, cut: Cut, registers: int, tile: 
             main = cut(size, TOKENS)
             tail = cut(rest, TOKENS, True) if rest else None
             if main.reductions != TOKENS or (tail is not None and tail.slots != main.slots):
-                raise Infeasible(f"{layout.order} {layout.packing.arrangement}: probabilities would be needed in two orders")
+                raise _no_two_orders(layout)
             step = _step(layout, head_dim, 0, size) if trips > 1 or rest else 0
             found = Plan(main, tail, trips, step, 0, tile, pitch)
             _check_affine(layout, head_dim, found, TOKENS, size)
@@ -429,5 +451,9 @@ def _check_affine(layout: Layout, head_dim: int, plan: Plan, tokens: int, channe
         base = base + inner // block * plan.token_step_bytes
         inner = inner % block
     first_byte, first_shift = layout.address(inner, d % channels, TOKENS, head_dim)
-    if not (np.array_equal(byte, base + first_byte) and np.array_equal(shift, np.broadcast_to(first_shift, shift.shape))):
-        raise Infeasible(f"{layout.order} {layout.packing.arrangement}: blocks of {channels} channels do not repeat evenly")
+    if not (
+        np.array_equal(byte, base + first_byte) and np.array_equal(shift, np.broadcast_to(first_shift, shift.shape))
+    ):
+        raise Infeasible(
+            f"{layout.order} {layout.packing.arrangement}: blocks of {channels} channels do not repeat evenly"
+        )

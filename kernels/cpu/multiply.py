@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from llvmlite import ir
 
@@ -23,6 +24,7 @@ from .isa import Isa
 from .mapping import Lanes, Region, Unit, broadcast, interleaved, transposed
 from .spec import TileSpec
 from .vector import F32, HALF, I8, I16, I32, Emitter, Value
+
 
 @dataclass(frozen=True)
 class IntegerForm:
@@ -96,9 +98,7 @@ class Unpacker:
         low, high = split_nibbles(emit, word)
         if not packing.in_order:
             return [low, high]
-        return [
-            emit.shuffle(low, [which * width + byte for which, byte in half], high) for half in interleaved(width)
-        ]
+        return [emit.shuffle(low, [which * width + byte for which, byte in half], high) for half in interleaved(width)]
 
 
 def split_nibbles(emit: Emitter, word: Value) -> tuple[Value, Value]:
@@ -137,7 +137,12 @@ def arranged(emit: Emitter, unit: Unit, unpacker: Unpacker) -> list[Value]:
     quads = []
     for quarter, (a, b) in enumerate(((low0, low1), (low0, low1), (high0, high1), (high0, high1))):
         start = quarter % 2 * 4
-        lanes = [which * (width // 2) + 8 * lane + start + i for lane in range(width // 16) for i in range(4) for which in range(2)]
+        lanes = [
+            which * (width // 2) + 8 * lane + start + i
+            for lane in range(width // 16)
+            for i in range(4)
+            for which in range(2)
+        ]
         quads.append(emit.builder.bitcast(emit.shuffle(a, lanes, b), ir.VectorType(I8, width)))
     assert len(quads) == len(transposed(width))
     return quads
@@ -156,7 +161,7 @@ class SmallOperand:
     """The reordered small operand of one region in memory: rows × slots."""
 
     def __init__(self, emit: Emitter, region: Region, element: ir.Type, pointers: Callable[[int, int], Value]):
-        """``pointers(row, group)`` is where the slots of a row start; ``group`` counts 32-channel groups (values only)."""
+        """``pointers(row, group)``: where a row's slots start; ``group`` counts 32-channel groups (values only)."""
         self.emit, self.region, self.element, self.pointers = emit, region, element, pointers
         self.integer = element == I8
         self._slots: dict[tuple[int, int, tuple[int, ...]], Value] = {}
@@ -201,10 +206,10 @@ class IntegerDots:
     def __init__(self, emit: Emitter, form: IntegerForm):
         self.emit, self.form = emit, form
         self.depth = 32767 // (2 * form.bound) if emit.isa.dot == "maddubs" else 0
-        self._pending: dict[object, tuple[Value, int]] = {}
-        self._touched: dict[object, None] = {}
+        self._pending: dict[Any, tuple[Value, int]] = {}
+        self._touched: dict[Any, None] = {}
 
-    def settle(self, accumulators: dict[object, Value]) -> None:
+    def settle(self, accumulators: dict[Any, Value]) -> None:
         """Finish what has been added so far before anything emitted later."""
         for key in self._touched:
             if key in self._pending:
@@ -214,7 +219,7 @@ class IntegerDots:
                 accumulators[key] = self.emit.pin(accumulators[key])
         self._touched.clear()
 
-    def add(self, key: object, accumulators: dict[object, Value], w: Value, x: Value) -> None:
+    def add(self, key: Any, accumulators: dict[Any, Value], w: Value, x: Value) -> None:
         """accumulators[key] += dot of each 32-bit lane's four bytes."""
         emit, form = self.emit, self.form
         self._touched[key] = None
@@ -228,7 +233,7 @@ class IntegerDots:
         else:
             self._add_pairs(key, accumulators, w, x)
 
-    def _add_pairs(self, key: object, accumulators: dict[object, Value], w: Value, x: Value) -> None:
+    def _add_pairs(self, key: Any, accumulators: dict[Any, Value], w: Value, x: Value) -> None:
         emit = self.emit
         if self.form.form == "sign":
             magnitude = emit.intrinsic("llvm.abs.v32i8", w.type, [w.type, ir.IntType(1)])
@@ -248,14 +253,14 @@ class IntegerDots:
         if count >= self.depth:
             self._flush(key, accumulators)
 
-    def _flush(self, key: object, accumulators: dict[object, Value]) -> None:
+    def _flush(self, key: Any, accumulators: dict[Any, Value]) -> None:
         emit = self.emit
         pairs, _ = self._pending.pop(key)
         madd = emit.intrinsic("llvm.x86.avx2.pmadd.wd", ir.VectorType(I32, 8), [pairs.type, pairs.type])
         sums = emit.builder.call(madd, [pairs, emit.constant(I16, 16, 1)])
         accumulators[key] = emit.builder.add(accumulators[key], sums)
 
-    def finish(self, accumulators: dict[object, Value]) -> None:
+    def finish(self, accumulators: dict[Any, Value]) -> None:
         """Widen what is still pending."""
         for key in list(self._pending):
             self._flush(key, accumulators)
@@ -285,4 +290,3 @@ def _widening_dot(emit: Emitter, a: Value, b: Value) -> Value:
         odd = emit.shuffle(products, range(1, lanes, 2))
         products = emit.builder.add(even, odd)
     return products
-

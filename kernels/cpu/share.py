@@ -1,8 +1,8 @@
 """How often a loop runs: what code generation knows and assembly text cannot show.
 
-The basic blocks of a tile function are named after the share of the innermost loop around them: for how many values of the
-packed operand it runs once. LLVM prints the names as comments, and the cost model multiplies what it counts in a loop's
-body by its share.
+The basic blocks of a tile function are named after the share of the innermost loop around them: for how many values
+of the packed operand it runs once. LLVM prints the names as comments, and the cost model multiplies what it counts in
+a loop's body by its share.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-_NAME = re.compile(r"%once\.per\.(\d+)\.(values|channels)(?!\S*(preheader|crit_edge|\.ph\b))")  # those lie outside the loop
+_NAME = re.compile(
+    r"%once\.per\.(\d+)\.(values|channels)(?!\S*(preheader|crit_edge|\.ph\b))"
+)  # those lie outside the loop
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,8 @@ def orders() -> list[str]:
 def mirrored(order: str) -> str | None:
     """The order that gives values the register pattern that ``order`` gives keys.
 
-    Keys are reduced over channels and values over tokens, so the two axes change places; tokens then get an outer block of
-    32 again, so that storage grows at its end. None where the block would have to be longer.
+    Keys are reduced over channels and values over tokens, so the two axes change places; tokens then get an outer
+    block of 32 again, so that storage grows at its end. None where the block would have to be longer.
     """
     factors = [Factor.parse(part) for part in order.split()]
     if order == "T D":
@@ -67,7 +67,7 @@ def layouts(packing: Packing) -> list[tuple[Layout, Layout]]:
 
 
 def schedules(problem: Problem, threads: int) -> list[Schedule]:
-    """Schedules worth trying: a middle one, and one change at a time from it, so that a space is searched in minutes."""
+    """A middle schedule, and one change at a time from it, so that a space is searched in minutes."""
     whole = min(problem.rows, 4)
     half = (whole + 1) // 2
     splits = 1 if problem.kv_heads % threads == 0 else threads
@@ -114,7 +114,14 @@ def tile_specs(problem: Problem, candidate: Candidate, isa: Isa) -> list[TileSpe
     schedule = candidate.schedule
     return [
         TileSpec(
-            role, layout, problem.head_dim, isa, candidate.pipeline, schedule.rows, schedule.registers, schedule.prefetch
+            role,
+            layout,
+            problem.head_dim,
+            isa,
+            candidate.pipeline,
+            schedule.rows,
+            schedule.registers,
+            schedule.prefetch,
         )
         for role, layout in (("k", candidate.k), ("v", candidate.v))
         if layout is not None

@@ -72,7 +72,8 @@ class TileSpec:
 
     @property
     def symbol(self) -> str:
-        text = f"{self.layout.name} {self.head_dim} {self.isa.name} {self.pipeline} {self.rows} {self.registers} {self.prefetch}"
+        schedule = f"{self.pipeline} {self.rows} {self.registers} {self.prefetch}"
+        text = f"{self.layout.name} {self.head_dim} {self.isa.name} {schedule}"
         digest = hashlib.sha256(text.encode()).hexdigest()[:10]
         return f"lowbit_{'dot' if self.role == 'k' else 'accumulate'}_tile_{digest}"
 

@@ -1,13 +1,13 @@
 """Accumulate a tile: a run of values weighted by a few rows of probabilities.
 
-``void accumulate_tile(i8 *words, i8 *scales, i64 first, i64 count, float *p, i64 stride, i8 *scratch, float *out, i64 out_stride)``
-computes ``out[row·out_stride + d] += Σ_i p[row·stride + i] · V[first + i, d]`` over ``count`` tokens, both multiples of 32,
-of one head. Probabilities are not negative.
+``void accumulate_tile(i8 *words, i8 *scales, i64 first, i64 count, float *p, i64 stride, i8 *scratch, float *out, i64
+out_stride)`` computes ``out[row·out_stride + d] += Σ_i p[row·stride + i] · V[first + i, d]`` over ``count`` tokens,
+both multiples of 32, of one head. Probabilities are not negative.
 
-A value's scale is folded into its probability first, once for each 32-channel group: p'[row, group, i] = p·s[i, group]. The
-integer pipeline rounds p' to 7 bits, one scale for 32 tokens, so that the contraction of those tokens stays in integers.
-``scratch`` holds p' in the order in which registers meet it, then for each (group, row, 32 tokens) the scale of its codes
-and the start value of its accumulators: see `scratch_bytes`.
+A value's scale is folded into its probability first, once for each 32-channel group: p'[row, group, i] = p·s[i,
+group]. The integer pipeline rounds p' to 7 bits, one scale for 32 tokens, so that the contraction of those tokens
+stays in integers. ``scratch`` holds p' in the order in which registers meet it, then for each (group, row, 32 tokens)
+the scale of its codes and the start value of its accumulators: see `scratch_bytes`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ from llvmlite import ir
 
 from ..quantize import DITHER, LARGEST_WEIGHT
 from .fold import fold
-from .keys import dequantised
+from .keys import Key, dequantised
 from .mapping import TOKENS, Lanes, Region
 from .multiply import IntegerDots, SmallOperand, Unpacker, arranged, float_offset, integer_form
 from .share import Share
 from .spec import TileSpec
 from .vector import BYTES, F32, HALF, I8, I32, I64, VOID, Emitter, Value
 
-
-Key = tuple[int, tuple[int, ...]]
 FACT_BYTES = 8
 
 
@@ -112,10 +110,14 @@ class _AccumulateTile:
                 parts = self._rounded(parts, row, outer.index, inner.index)
             elif self.offset:
                 total = emit.total(parts)
-                self._store_fact(row, outer.index, inner.index, 4, emit.builder.fmul(total, ir.Constant(F32, -float(self.offset))))
+                self._store_fact(
+                    row, outer.index, inner.index, 4, emit.builder.fmul(total, ir.Constant(F32, -float(self.offset)))
+                )
             whole = emit.gather(parts, [divmod(i, lanes) for i in range(TOKENS)])
             if self.form is not None:
-                whole = emit.builder.trunc(emit.builder.fptosi(whole, ir.VectorType(I32, TOKENS)), ir.VectorType(I8, TOKENS))
+                whole = emit.builder.trunc(
+                    emit.builder.fptosi(whole, ir.VectorType(I32, TOKENS)), ir.VectorType(I8, TOKENS)
+                )
             emit.store(emit.shuffle(whole, self.plan.any.order), emit.at(self._pair(row, outer.index), step))
         emit.end(inner)
         emit.end(outer)

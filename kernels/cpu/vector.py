@@ -116,7 +116,9 @@ class Emitter:
         merged: Value = None
         for source in sorted({source for source, _ in lanes}):
             mine = [owner == source for owner, _ in lanes]
-            part = self.shuffle(vectors[source], [lane if owned else 0 for owned, (_, lane) in zip(mine, lanes, strict=True)])
+            part = self.shuffle(
+                vectors[source], [lane if owned else 0 for owned, (_, lane) in zip(mine, lanes, strict=True)]
+            )
             take = [i + len(lanes) if owned else i for i, owned in enumerate(mine)]
             merged = part if merged is None else self.shuffle(merged, take, part)
         return merged
@@ -155,8 +157,12 @@ class Emitter:
             return self.builder.fpext(halves, ir.VectorType(F32, lanes))
         # Without hardware: move exponent and mantissa into place and rescale by 2^112; exact for all finite values.
         bits = self.builder.zext(self.builder.bitcast(halves, ir.VectorType(I16, lanes)), ir.VectorType(I32, lanes))
-        magnitude = self.builder.shl(self.builder.and_(bits, self.constant(I32, lanes, 0x7FFF)), self.constant(I32, lanes, 13))
-        sign = self.builder.shl(self.builder.and_(bits, self.constant(I32, lanes, 0x8000)), self.constant(I32, lanes, 16))
+        magnitude = self.builder.shl(
+            self.builder.and_(bits, self.constant(I32, lanes, 0x7FFF)), self.constant(I32, lanes, 13)
+        )
+        sign = self.builder.shl(
+            self.builder.and_(bits, self.constant(I32, lanes, 0x8000)), self.constant(I32, lanes, 16)
+        )
         scaled = self.builder.fmul(
             self.builder.bitcast(magnitude, ir.VectorType(F32, lanes)), self.constant(F32, lanes, 2.0**112)
         )

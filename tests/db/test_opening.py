@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
 from lowbit.db import Store
 from lowbit.db.schema import APPLICATION_ID, SCHEMA_VERSION
 from lowbit.kernels.errors import DatabaseError

@@ -4,7 +4,6 @@ import math
 from typing import Any
 
 import pytest
-
 from lowbit.db import Measurement, Winner
 from lowbit.db.records import may_replace
 from lowbit.kernels.errors import DatabaseError

@@ -5,11 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sqlite_utils import Database
-
 from lowbit.db import Store, opening, schema
 from lowbit.db.schema import MIGRATIONS, SCHEMA_VERSION, migrate, pragma
 from lowbit.kernels.errors import DatabaseError
+from sqlite_utils import Database
 
 
 @pytest.fixture

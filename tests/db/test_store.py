@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from lowbit.db import Measurement, Store, Winner
 from lowbit.kernels.errors import DatabaseError, ProblemError
 

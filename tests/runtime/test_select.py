@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
 from lowbit.db import Store, Winner
 from lowbit.kernels.backend import Array, Backend, Code, Kernel, Rejected
 from lowbit.kernels.candidate import Candidate, Schedule
