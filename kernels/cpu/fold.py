@@ -26,7 +26,7 @@ def fold(emit: Emitter, vectors: Sequence[Value], outputs: Sequence[tuple[int, .
     """
     pool = [(vector, tuple(lanes)) for vector, lanes in zip(vectors, outputs, strict=True)]
     pool = [entry for entry in pool if set(entry[1]) & set(wanted)]
-    while all(lanes[i] == lanes[i + 1] for _, lanes in pool for i in range(0, len(lanes), 2)) and len(pool[0][1]) > 1:
+    while len(pool[0][1]) > 1 and all(lanes[i] == lanes[i + 1] for _, lanes in pool for i in range(0, len(lanes), 2)):
         pool = _folded_once(emit, pool)
     places: dict[int, list[tuple[int, int]]] = {output: [] for output in wanted}
     for number, (_, lanes) in enumerate(pool):

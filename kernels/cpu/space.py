@@ -130,6 +130,12 @@ def tile_specs(problem: Problem, candidate: Candidate, isa: Isa) -> list[TileSpe
 
 def rejection(problem: Problem, candidate: Candidate, isa: Isa) -> str | None:
     """Why the candidate cannot be compiled for ``isa``, or None."""
+    roles = "".join(role for role, layout in (("k", candidate.k), ("v", candidate.v)) if layout is not None)
+    if roles != {"attend": "kv", "qk": "k", "sv": "v"}[problem.operator]:
+        return f"{problem.operator} needs other operands than {roles or 'none'}"
+    for layout in (candidate.k, candidate.v):
+        if layout is not None and layout.packing.format != problem.storage.format:
+            return f"{layout.name} holds {layout.packing.format}, {problem.precision} stores {problem.storage.format}"
     if candidate.pipeline == "integer" and problem.storage.format == "fp16":
         return "fp16 has no integer codes to contract"
     for spec in tile_specs(problem, candidate, isa):

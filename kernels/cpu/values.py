@@ -26,6 +26,8 @@ from .spec import TileSpec
 from .vector import BYTES, F32, HALF, I8, I32, I64, VOID, Emitter, Value
 
 FACT_BYTES = 8
+SMALLEST_WEIGHT = 1e-30
+"""Products of probability and scale below this are nothing; it keeps a block without weight from dividing by zero."""
 
 
 def scratch_bytes(spec: TileSpec, block: int) -> int:
@@ -105,19 +107,13 @@ class _AccumulateTile:
             parts = [emit.load(base, ir.VectorType(F32, lanes), 4 * part) for part in range(0, TOKENS, lanes)]
             if spec.groups:
                 parts = [emit.builder.fmul(p, s) for p, s in zip(parts, scales, strict=True)]
-            total = None
             if self.form is not None:
-                parts = self._rounded(parts, row, outer.index, inner.index)
-            elif self.offset:
-                total = emit.total(parts)
-                self._store_fact(
-                    row, outer.index, inner.index, 4, emit.builder.fmul(total, ir.Constant(F32, -float(self.offset)))
-                )
-            whole = emit.gather(parts, [divmod(i, lanes) for i in range(TOKENS)])
-            if self.form is not None:
-                whole = emit.builder.trunc(
-                    emit.builder.fptosi(whole, ir.VectorType(I32, TOKENS)), ir.VectorType(I8, TOKENS)
-                )
+                whole = self._rounded(parts, row, outer.index, inner.index)
+            else:
+                whole = emit.gather(parts, [divmod(i, lanes) for i in range(TOKENS)])
+                if self.offset:
+                    owed = emit.builder.fmul(emit.total(parts), ir.Constant(F32, -float(self.offset)))
+                    self._store_fact(row, outer.index, inner.index, 4, owed)
             emit.store(emit.shuffle(whole, self.plan.any.order), emit.at(self._pair(row, outer.index), step))
         emit.end(inner)
         emit.end(outer)
@@ -130,25 +126,22 @@ class _AccumulateTile:
         offset = emit.builder.add(emit.builder.mul(block, emit.i64(2 * TOKENS)), emit.i64(2 * part))
         return emit.widen_half(emit.load(self.scales, ir.VectorType(HALF, emit.isa.lanes), offset))
 
-    def _rounded(self, parts: list[Value], row: int, group: Value, trip: Value) -> list[Value]:
-        """Codes (as floats) of 32 products, whose scale and start value are stored."""
+    def _rounded(self, parts: list[Value], row: int, group: Value, trip: Value) -> Value:
+        """Codes of 32 products as bytes; their scale and the accumulators' start value are stored."""
         emit = self.emit
         lanes = emit.isa.lanes
-        assert self.form is not None
-        largest = emit.largest(parts)
-        zero = ir.Constant(F32, 0.0)
-        quotient = emit.builder.fdiv(ir.Constant(F32, float(LARGEST_WEIGHT)), largest)
-        inverse = emit.splat(emit.builder.select(emit.builder.fcmp_ordered(">", largest, zero), quotient, zero), lanes)
-        codes = [
-            emit.unary("floor", emit.fma(part, inverse, emit.constant(F32, lanes, DITHER[i * lanes : (i + 1) * lanes])))
-            for i, part in enumerate(parts)
-        ]
+        largest = emit.largest([*parts, emit.constant(F32, lanes, SMALLEST_WEIGHT)])
+        inverse = emit.splat(emit.builder.fdiv(ir.Constant(F32, float(LARGEST_WEIGHT)), largest), lanes)
         scale = emit.builder.fmul(largest, ir.Constant(F32, 1.0 / LARGEST_WEIGHT))
         self._store_fact(row, group, trip, 0, scale)
+        codes = []
+        for i, part in enumerate(parts):
+            threshold = emit.constant(F32, lanes, DITHER[i * lanes : (i + 1) * lanes])
+            codes.append(emit.builder.fptosi(emit.fma(part, inverse, threshold), ir.VectorType(I32, lanes)))
         if self.offset:
-            start = emit.builder.fmul(emit.total(codes), ir.Constant(F32, -float(self.offset)))
-            self._store_fact(row, group, trip, 4, emit.builder.fptosi(start, I32))
-        return codes
+            total = emit.total(codes)
+            self._store_fact(row, group, trip, 4, emit.builder.mul(total, ir.Constant(I32, -self.offset)))
+        return emit.narrow(codes)
 
     def _pair(self, row: int, group: Value) -> Value:
         emit = self.emit

@@ -139,8 +139,23 @@ class Emitter:
         return self.builder.extract_element(total, ir.Constant(I32, 0))
 
     def total(self, vectors: Sequence[Value]) -> Value:
-        """Sum of all lanes of float vectors, a scalar."""
-        return self._reduced(vectors, self.builder.fadd)
+        """Sum of all lanes, a scalar."""
+        return self._reduced(vectors, self.builder.fadd if vectors[0].type.element == F32 else self.builder.add)
+
+    def narrow(self, words: Sequence[Value]) -> Value:
+        """32-bit lanes of several vectors, 0 … 127 each, as the bytes of one."""
+        lanes = self.isa.lanes
+        count = lanes * len(words)
+        if self.isa.vector_bytes != 32:
+            whole = self.gather(words, [divmod(i, lanes) for i in range(count)])
+            return self.builder.trunc(whole, ir.VectorType(I8, count))
+        # Saturating packs work within 128-bit lanes, and one permutation restores the order: half of what trunc takes.
+        halves, narrow = ir.VectorType(I16, 16), ir.VectorType(I8, 32)
+        pack_words = self.intrinsic("llvm.x86.avx2.packssdw", halves, [words[0].type] * 2)
+        pack_halves = self.intrinsic("llvm.x86.avx2.packuswb", narrow, [halves] * 2)
+        low, high = (self.builder.call(pack_words, [words[i], words[i + 1]]) for i in (0, 2))
+        packed = self.builder.bitcast(self.builder.call(pack_halves, [low, high]), ir.VectorType(I32, 8))
+        return self.builder.bitcast(self.shuffle(packed, [0, 4, 1, 5, 2, 6, 3, 7]), narrow)
 
     def largest(self, vectors: Sequence[Value]) -> Value:
         """Largest lane of float vectors, a scalar."""

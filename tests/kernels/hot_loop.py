@@ -1,0 +1,52 @@
+"""The hot loop of a tile function's assembly."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+_LABEL = re.compile(r"^(\.?L\w+):")
+_BRANCH = re.compile(r"^\s+(?:j\w+|b|b\.\w+|cbn?z|tbn?z)\s(?:.*,\s*)?(\.?L\w+)\s*(?:[#/].*)?$")
+_INSTRUCTION = re.compile(r"^\s+([a-z][\w.]*)\s*([^#]*?)\s*(?:#.*|//.*)?$")
+
+
+def hot_loop(assembly):
+    """(mnemonic, operands) of the longest loop that contains no other loop, by LLVM's own comments."""
+    lines = assembly.splitlines()
+    loops = []
+    for first, line in enumerate(lines):
+        label = _LABEL.match(line)
+        if label and "Inner Loop Header" in "".join(lines[first : first + 4]):
+            branches = [n for n, other in enumerate(lines) if (m := _BRANCH.match(other)) and m[1] == label[1]]
+            loops.append((first, max(branches)))
+    first, last = max(loops, key=lambda loop: loop[1] - loop[0])
+    return [(match[1], match[2]) for line in lines[first : last + 1] if (match := _INSTRUCTION.match(line))]
+
+
+CLASSES = {
+    "mask": r"v?p?and(ps|pd|d|q)?|vpternlog[dq]|vp?xor(ps|pd|d|q)?|eor|bic|vp?or(d|q)?|orr",
+    "shift": r"vps(rl|ll|ra)[wdq]|ushr|sshr|shl|ushll2?|sshll2?|usra",
+    "permute": r"vpunpck\w+|vpshuf\w+|vperm\w+|vpalignr|valign[dq]|vshuf\w+|vpblend\w+|vextract\w+|vinsert\w+|zip[12]|uzp[12]|trn[12]"
+    r"|tbl|ext|vpack\w+|rev\w+",
+    "dot": r"vpdpbusds?|vpmaddubsw|vpmaddwd|vpabsb|vpsignb|sdot|udot|fmla|vfn?madd\w+",
+    "convert": r"vpmov[sz]x\w+|vcvt\w+|scvtf|ucvtf|uxtl2?|sxtl2?|fcvtl2?",
+}
+_CLASS = {name: re.compile(pattern) for name, pattern in CLASSES.items()}
+
+
+def unpacking(assembly):
+    """How often each vector mnemonic that unpacks or multiplies occurs in the hot loop."""
+    counts = Counter()
+    for mnemonic, operands in hot_loop(assembly):
+        if re.search(r"%[xyz]mm|\bv\d+\.|\bq\d+", operands) and any(p.fullmatch(mnemonic) for p in _CLASS.values()):
+            counts[mnemonic] += 1
+    return counts
+
+
+def spills(assembly):
+    """Vector registers stored to or loaded from the stack in the hot loop."""
+    return [
+        f"{mnemonic} {operands}"
+        for mnemonic, operands in hot_loop(assembly)
+        if re.search(r"\(%[re]sp|\[sp\b", operands) and re.search(r"%[xyz]mm|\bq\d+|\bv\d+", operands)
+    ]
