@@ -76,6 +76,11 @@ class PackedTensor:
         """Bytes of words and scales."""
         return self.words.nbytes + self.scales.nbytes
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled by the layout's name; unpickled storage is aligned and has its slack again."""
+        shape = (self.heads, self.tokens, self.head_dim, self.capacity)
+        return _restored, (self.layout.name, *shape, self.words.tobytes(), self.scales.tobytes())
+
     def quantized(self) -> Quantized:
         """Codes and scales read back from storage."""
         t, d = np.arange(self.tokens)[:, None], np.arange(self.head_dim)[None, :]
@@ -109,6 +114,20 @@ class PackedTensor:
         if layout.packing.format != self.layout.packing.format:
             raise LayoutError(f"cannot convert {self.layout.packing.format} codes to {layout.packing.format}")
         return pack(self.quantized(), layout, self.capacity)
+
+
+def _restored(
+    name: str, heads: int, tokens: int, head_dim: int, capacity: int, words: bytes, scales: bytes
+) -> PackedTensor:
+    arrays = (_stored(np.frombuffer(data, kind).reshape(heads, -1)) for data, kind in ((words, np.uint8), (scales, np.float16)))
+    return PackedTensor(Layout.parse(name), heads, tokens, head_dim, capacity, *arrays)
+
+
+def _stored(array: NDArray) -> NDArray:
+    """A copy that starts on a cache line and has `SLACK_BYTES` readable bytes behind it."""
+    copy = aligned_zeros(array.size + SLACK_BYTES // array.itemsize, array.dtype)[: array.size].reshape(array.shape)
+    copy[:] = array
+    return copy
 
 
 def scale_address(t: NDArray[np.int64], g: NDArray[np.int64], groups: int) -> NDArray[np.int64]:

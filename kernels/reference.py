@@ -162,9 +162,9 @@ def error(result: NDArray[np.floating], expected: Float64) -> float:
 def tolerance(problem: Problem, operands: Operands, pipeline: str = "float") -> float:
     """What `error` may reach, from the formats' rounding on these very operands.
 
-    float32 arithmetic: 2e-5 of the operands' magnitude. The integer pipeline may also round an activation to the
-    other side of a threshold now and then, worth a quarter of the rounding's standard deviation Δ/√12, propagated to
-    first order.
+    float32 arithmetic: 2e-5 of the operands' magnitude. The integer pipeline also gets a quarter of its rounding's
+    standard deviation Δ/√12, propagated to first order, and a whole step for each activation that lies on a rounding
+    threshold: float32 may take it to either side, and in a short sum that step is more than the rest.
     """
     expected = reference(problem, operands, pipeline)
     scale = np.maximum(np.linalg.norm(expected, axis=2), np.finfo(np.float32).tiny)
@@ -173,45 +173,72 @@ def tolerance(problem: Problem, operands: Operands, pipeline: str = "float") -> 
     magnitude = np.ones_like(scale)
     allowed = np.zeros_like(scale)
     p = operands.x.astype(np.float64)
-    noise = None
+    noise = tipped = None
     if operands.k is not None:
         k = np.repeat(operands.k.dequantize(), group, axis=0)
-        noise = _score_noise(operands.x.astype(np.float64), k) if integer else np.zeros((*scale.shape, k.shape[1]))
+        noise, tipped = np.zeros((2, *scale.shape, k.shape[1]))
+        if integer:
+            noise, tipped = _score_noise(operands.x.astype(np.float64), k)
         magnitude = np.linalg.norm(operands.x, axis=2) * np.linalg.norm(k, axis=2).max(axis=1)[:, None]
         if problem.operator == "qk":
-            allowed = 0.25 * np.linalg.norm(noise, axis=2) + 2e-5 * magnitude * math.sqrt(k.shape[1])
+            allowed = 0.25 * np.linalg.norm(noise, axis=2) + np.linalg.norm(tipped, axis=2)
+            allowed = allowed + 2e-5 * magnitude * math.sqrt(k.shape[1])
             return float(np.max(allowed / scale))
         factor = softmax_scale(problem.head_dim)
-        noise, magnitude = noise * factor, magnitude * factor
-        p = probabilities(scores(operands.x, k, 1) * factor, problem.query_rows)
+        noise, tipped, magnitude = noise * factor, tipped * factor, magnitude * factor
+        x = rounded_queries(operands.x) if integer else operands.x
+        p = probabilities(scores(x, k, 1) * factor, problem.query_rows)
     assert operands.v is not None
     size = np.linalg.norm(np.repeat(operands.v.dequantize(), group, axis=0), axis=2)
-    if noise is not None:
+    if noise is not None and tipped is not None:
         allowed = 0.25 * np.sqrt(np.einsum("hqt,ht->hq", (p * noise) ** 2, size**2))
+        allowed = allowed + 2 * np.einsum("hqt,ht->hq", p * tipped, size)
     if integer:
-        allowed = allowed + 0.25 * _weight_noise(p, operands.v, group)
+        margin = THRESHOLD_MARGIN if problem.operator == "sv" else SOFTMAX_MARGIN
+        allowed = allowed + _weight_noise(p, operands.v, group, margin)
     allowed = allowed + 2e-5 * np.maximum(magnitude, 1) * np.einsum("hqt,ht->hq", p, size)
     return float(np.max(allowed / scale))
 
 
-def _score_noise(x: Float64, k: Float64) -> Float64:
-    """Standard deviation of q·k when q is rounded to 8 bits a group of 32."""
+THRESHOLD_MARGIN = 4e-5
+"""Distance from a rounding threshold, in steps, within which float32 may go either way: a few ulp of 127."""
+
+SOFTMAX_MARGIN = 1e-3
+"""The same for weights that are exponentials of float32 scores."""
+
+
+def _on_threshold(position: Float64, margin: float) -> NDArray[np.bool_]:
+    """Where ``floor(position)`` is in doubt."""
+    return np.abs(position - np.rint(position)) < margin
+
+
+def _score_noise(x: Float64, k: Float64) -> tuple[Float64, Float64]:
+    """Of q·k when q is rounded to 8 bits a group of 32: standard deviation, and what queries on a threshold may add."""
     head_dim = x.shape[2]
-    variance = np.zeros((*x.shape[:2], k.shape[1]))
+    variance, tipped = np.zeros((2, *x.shape[:2], k.shape[1]))
     for start in range(0, head_dim, GROUP):
         part = slice(start, min(start + GROUP, head_dim))
-        step = np.abs(x[:, :, part]).max(axis=2) / ACTIVATION_LARGEST_CODE
-        variance += (step**2 / 12)[:, :, None] * (k[:, :, part] ** 2).sum(axis=2)[:, None, :]
-    return np.sqrt(variance)
+        step = np.abs(x[:, :, part]).max(axis=2, keepdims=True) / ACTIVATION_LARGEST_CODE
+        variance += step**2 / 12 * (k[:, :, part] ** 2).sum(axis=2)[:, None, :]
+        position = np.divide(x[:, :, part], step, out=np.zeros_like(x[:, :, part]), where=step > 0) + 0.5
+        doubtful = _on_threshold(position, THRESHOLD_MARGIN) * step
+        tipped += np.einsum("hqd,htd->hqt", doubtful, np.abs(k[:, :, part]), optimize=True)
+    return np.sqrt(variance), tipped
 
 
-def _weight_noise(p: Float64, v: Quantized, group: int) -> Float64:
-    """Standard deviation, per (head, query row), of the error of rounding products of probability and scale."""
+def _weight_noise(p: Float64, v: Quantized, group: int, margin: float) -> Float64:
+    """What rounding products of probability and scale may do, per (head, query row).
+
+    A quarter of the rounding's standard deviation, and a step for each product within ``margin`` of a threshold.
+    """
     codes = np.repeat(v.codes.astype(np.float64), group, axis=0)
     scales = np.repeat(v.scales.astype(np.float64), group, axis=0)
-    variance = np.zeros(p.shape[:2])
+    thresholds = np.resize(DITHER, p.shape[2])
+    variance, tipped = np.zeros((2, *p.shape[:2]))
     for g in range(scales.shape[2]):
-        part = codes[:, :, g * GROUP : (g + 1) * GROUP]
-        _, step = weight_steps(p, scales[:, :, g])
-        variance += np.einsum("hqt,ht->hq", step**2 / 12, (part**2).sum(axis=2))
-    return np.sqrt(variance)
+        size = (codes[:, :, g * GROUP : (g + 1) * GROUP] ** 2).sum(axis=2)
+        product, step = weight_steps(p, scales[:, :, g])
+        position = np.divide(product, step, out=np.full_like(product, 0.5), where=step > 0) + thresholds
+        variance += np.einsum("hqt,ht->hq", step**2 / 12, size)
+        tipped += np.einsum("hqt,ht->hq", _on_threshold(position, margin) * step**2, size)
+    return 0.25 * np.sqrt(variance) + np.sqrt(tipped)

@@ -37,6 +37,8 @@ class CpuKernel(Kernel):
     ):
         self.problem, self.candidate = problem, candidate
         self._task, self._merge, self._tiles, self._prepared = task, merge, tiles, prepared
+        self._task_address: int = task.address
+        self._kv_heads, self._head_dim = problem.kv_heads, problem.head_dim
         self._job = np.zeros(len(operators.FIELDS), np.int64)
         schedule = candidate.schedule
         self._tasks = problem.kv_heads * schedule.splits
@@ -47,11 +49,11 @@ class CpuKernel(Kernel):
         self._partials = aligned_zeros(self._tasks * size, np.float32)
         self._fill_constants()
 
-    def run(self, job: int, out: Float32) -> None:
-        """Run the tasks of the job at this address, and merge their records into ``out``."""
-        self._pool.run(self._task.address, job, self._tasks)
+    def run(self, job: int, out: int) -> None:
+        """Run the tasks of the job at address ``job``, and merge their records into the float32 array at ``out``."""
+        self._pool.run(self._task_address, job, self._tasks)
         if self._merge is not None:
-            self._merge(job, self.problem.kv_heads, self.problem.head_dim, out.ctypes.data)
+            self._merge(job, self._kv_heads, self._head_dim, out)
 
     def _size_of_workspace(self, scratch: int) -> int:
         problem, schedule = self.problem, self.candidate.schedule
@@ -146,12 +148,12 @@ class CpuKernel(Kernel):
 class Bound:
     """One call with its operands in place; shares the kernel's workspace, so calls must not overlap."""
 
-    __slots__ = ("_address", "_job", "_kernel", "_operands", "out")
+    __slots__ = ("_address", "_job", "_kernel", "_operands", "_out_address", "out")
 
     def __init__(self, kernel: CpuKernel, job: NDArray[np.int64], out: Float32, operands: tuple[Any, ...]):
         self._kernel, self._job, self._operands, self.out = kernel, job, operands, out
-        self._address = job.ctypes.data
+        self._address, self._out_address = job.ctypes.data, out.ctypes.data
 
     def __call__(self) -> Float32:
-        self._kernel.run(self._address, self.out)
+        self._kernel.run(self._address, self._out_address)
         return self.out

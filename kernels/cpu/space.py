@@ -66,18 +66,18 @@ def layouts(packing: Packing) -> list[tuple[Layout, Layout]]:
     return pairs
 
 
-def schedules(problem: Problem, threads: int) -> list[Schedule]:
+def schedules(problem: Problem, isa: Isa, threads: int) -> list[Schedule]:
     """A middle schedule, and one change at a time from it, so that a space is searched in minutes."""
     whole = min(problem.rows, 4)
-    half = (whole + 1) // 2
     splits = 1 if problem.kv_heads % threads == 0 else threads
-    middle = Schedule(rows=whole, registers=2, block=128, splits=splits, prefetch=0, threads=threads)
+    # With 16 registers one accumulator a row leaves room for running totals; with 32 two share each small operand.
+    registers = 1 if isa.registers <= 16 else 2
+    middle = Schedule(rows=whole, registers=registers, block=256, splits=splits, prefetch=0, threads=threads)
     changes = [
         middle,
-        replace(middle, rows=half),
-        replace(middle, registers=4),
-        replace(middle, rows=half, registers=4),
-        replace(middle, block=256),
+        *(replace(middle, registers=count) for count in (1, 2, 4)),
+        replace(middle, rows=(whole + 1) // 2, registers=2),
+        replace(middle, block=128),
         replace(middle, prefetch=8),
         replace(middle, splits=2 * splits),
         replace(middle, splits=1, threads=1),
@@ -91,7 +91,7 @@ def space(problem: Problem, isa: Isa, threads: int) -> Iterator[Candidate | Reje
     for packing in packings(problem.storage.format):
         for pipeline in PIPELINES:
             for k, v in layouts(packing):
-                for schedule in schedules(problem, threads):
+                for schedule in schedules(problem, isa, threads):
                     candidate = _for_operator(problem, k, v, pipeline, schedule)
                     if candidate is None or candidate in seen:
                         continue
@@ -157,10 +157,9 @@ def baseline(problem: Problem, isa: Isa, threads: int) -> Candidate:
     """Row-major storage, dequantised to float in the hot loop, packed as common runtimes do, with no register spilt."""
     name = {"fp16": "fp16", "int8": "int8/bytes/signed", "int4": "int4/contiguous/offset"}[problem.storage.format]
     layout = Layout.parse(f"T D | {packing_named(name).name}")
-    middle = schedules(problem, threads)[0]
+    middle = schedules(problem, isa, threads)[0]
     tried = [
-        _for_operator(problem, layout, layout, "float", replace(middle, rows=rows, registers=2))
-        for rows in range(middle.rows, 0, -1)
+        _for_operator(problem, layout, layout, "float", replace(middle, rows=rows))
+        for rows in dict.fromkeys((middle.rows, (middle.rows + 1) // 2, 1))
     ]
-    fitting = [candidate for candidate in tried if candidate and rejection(problem, candidate, isa) is None]
-    return fitting[0]
+    return next(candidate for candidate in tried if candidate and rejection(problem, candidate, isa) is None)

@@ -7,20 +7,26 @@ from collections import Counter
 
 _LABEL = re.compile(r"^(\.?L\w+):")
 _BRANCH = re.compile(r"^\s+(?:j\w+|b|b\.\w+|cbn?z|tbn?z)\s(?:.*,\s*)?(\.?L\w+)\s*(?:[#/].*)?$")
-_INSTRUCTION = re.compile(r"^\s+([a-z][\w.]*)\s*([^#]*?)\s*(?:#.*|//.*)?$")
+_INSTRUCTION = re.compile(r"^\s+(?:\{vex\}\s+)?([a-z][\w.]*)\s*([^#]*?)\s*(?:#.*|//.*)?$")
+_INTEGER_DOT = re.compile(r"vpdpbusd|vpmaddubsw|sdot")
+_FLOAT_DOT = re.compile(r"vfn?madd\w+|fmla")
 
 
 def hot_loop(assembly):
-    """(mnemonic, operands) of the longest loop that contains no other loop, by LLVM's own comments."""
+    """(mnemonic, operands) of the loop that contracts: innermost by LLVM's own comments, and with the most dot products."""
     lines = assembly.splitlines()
     loops = []
     for first, line in enumerate(lines):
         label = _LABEL.match(line)
         if label and "Inner Loop Header" in "".join(lines[first : first + 4]):
-            branches = [n for n, other in enumerate(lines) if (m := _BRANCH.match(other)) and m[1] == label[1]]
-            loops.append((first, max(branches)))
-    first, last = max(loops, key=lambda loop: loop[1] - loop[0])
-    return [(match[1], match[2]) for line in lines[first : last + 1] if (match := _INSTRUCTION.match(line))]
+            last = max(n for n, other in enumerate(lines) if (m := _BRANCH.match(other)) and m[1] == label[1])
+            body = lines[first : last + 1]
+            loops.append([(match[1], match[2]) for line in body if (match := _INSTRUCTION.match(line))])
+
+    def dots(loop):
+        return [sum(bool(kind.fullmatch(mnemonic)) for mnemonic, _ in loop) for kind in (_INTEGER_DOT, _FLOAT_DOT)]
+
+    return max(loops, key=dots)
 
 
 CLASSES = {

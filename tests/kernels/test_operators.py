@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -43,7 +44,7 @@ def cases(operator, precision):
         pairs = [pair for pair in layouts(next(packing)) if operator != "qk" or pair[0] is pair[1]]
         while True:
             k, v = choose.choice(pairs)
-            schedule = choose.choice(schedules(p, threads))
+            schedule = replace(choose.choice(schedules(p, threads)), registers=choose.choice((1, 2, 4)))
             chosen = Candidate(k if operator != "sv" else None, v if operator != "qk" else None, pipeline, schedule)
             if rejection(p, chosen, isa) is None:
                 break

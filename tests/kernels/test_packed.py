@@ -1,5 +1,8 @@
 """Packed operands: what is stored is what was given, in every layout."""
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
@@ -107,6 +110,22 @@ def test_storage_is_aligned_and_may_be_read_a_little_past_its_end():
     assert packed.addresses == (
         packed.words.ctypes.data, 1280, packed.scales.ctypes.data, 128, 5, 32,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("restore", [lambda packed: pickle.loads(pickle.dumps(packed)), copy.deepcopy])
+@pytest.mark.parametrize("name", ["T/16 D/4 t16 d4 | int8/bytes/offset | pad 64", "T D | fp16"])
+def test_copies_are_aligned_and_readable_past_their_end_too(restore, name):
+    """Kernels rely on it: an operand that came from another process must not end at the end of its memory."""
+    layout = Layout.parse(name)
+    packed = pack(random_codes(layout.packing.format, 2, 37, 80), layout)
+    again = restore(packed)
+    assert (again.layout, again.heads, again.tokens, again.head_dim, again.capacity) == (layout, 2, 37, 80, packed.capacity)
+    np.testing.assert_array_equal(again.dequantize(), packed.dequantize())
+    for ours, theirs in ((again.words, packed.words), (again.scales, packed.scales)):
+        assert ours.strides == theirs.strides
+        assert ours.flags.writeable
+        assert ours.ctypes.data % 64 == 0
+        assert ours.base.nbytes >= ours.nbytes + SLACK_BYTES
 
 
 def test_values_are_packed_with_bounded_error():

@@ -7,16 +7,14 @@ import re
 
 import llvmlite.binding as llvm
 import numpy as np
-from lowbit.kernels.cpu.backend import CpuBackend
-from lowbit.kernels.cpu.isa import isa_named
+from lowbit.kernels.cpu.backend import _module
 from lowbit.kernels.cpu.keys import preparation
-from lowbit.kernels.cpu.spec import TileSpec
 from lowbit.kernels.cpu.values import scratch_bytes
 from lowbit.kernels.packed import aligned_zeros, pack
 from lowbit.kernels.reference import make_operands
 
 PIN = re.compile(r'call (<[^>]+>|\w+) asm sideeffect "", "[^"]*~\{memory\}"\s*\((?:<[^>]+>|\w+) (%\S+|\S+)\)')
-DECLARATION = re.compile(r'^declare [^\n]*@"?(?P<name>llvm\.(?:x86\.avx512\.vpdpbusd|aarch64\.neon\.sdot)[\w.]*)"?[^\n]*$', re.M)
+DECLARATION = re.compile(r'^declare [^\n]*@"?(?P<name>llvm\.(?:x86|aarch64)\.[\w.]*)"?[^\n]*$', re.M)
 
 
 def simulated(text):
@@ -26,12 +24,30 @@ def simulated(text):
     for match in DECLARATION.finditer(text):
         name = match["name"]
         plain = name.replace("llvm.", "plain.")
-        text = text.replace(match[0], dot_in_plain_ir(name, plain)).replace(f'@"{name}"', f'@"{plain}"')
+        define = pack_in_plain_ir if ".pack" in name else dot_in_plain_ir
+        text = text.replace(match[0], define(name, plain)).replace(f'@"{name}"', f'@"{plain}"')
     assert "asm sideeffect" not in text
-    assert "@llvm.x86" not in text
-    assert '@"llvm.x86' not in text
-    assert "llvm.aarch64" not in text
+    assert not re.search(r"llvm\.(x86|aarch64)", text)
     return text
+
+
+def pack_in_plain_ir(name, plain):
+    """The saturating packs within 128-bit lanes, for operands that do not saturate."""
+    bits = {"packssdw": 32, "packuswb": 16}[name.rsplit(".", 1)[1]]
+    count = 256 // bits
+    wide, narrow = f"<{count} x i{bits}>", f"<{2 * count} x i{bits // 2}>"
+    half = count // 2
+    lanes = [*range(half), *range(count, count + half), *range(half, count), *range(count + half, 2 * count)]
+    picked = ", ".join(f"i32 {lane}" for lane in lanes)
+    return "\n".join(
+        [
+            f'define internal {narrow} @"{plain}"({wide} %a, {wide} %b) {{',
+            f"  %both = shufflevector {wide} %a, {wide} %b, <{2 * count} x i32> <{picked}>",
+            f"  %narrow = trunc <{2 * count} x i{bits}> %both to {narrow}",
+            f"  ret {narrow} %narrow",
+            "}",
+        ]
+    )
 
 
 def dot_in_plain_ir(name, plain):
@@ -76,22 +92,12 @@ def address(array):
     return array.ctypes.data
 
 
-def tile(role, layout, p, isa, pipeline="integer", rows=1, registers=2, prefetch=0):
-    return TileSpec(role, layout, p.head_dim, isa_named(isa), pipeline, rows, registers, prefetch)
-
-
-def module_text(spec):
-    from lowbit.kernels.cpu.backend import _module
-
-    return str(_module(spec))
-
-
 class Tile:
     """One tile function, ready to be called from Python."""
 
     def __init__(self, spec):
         self.spec = spec
-        self._engine = compiled(simulated(module_text(spec).replace("linkonce_odr", "")))
+        self._engine = compiled(simulated(str(_module(spec)).replace("linkonce_odr", "")))
         arguments = "ppiipppi" if spec.role == "k" else "ppiipippi"
         kinds = {"p": ctypes.c_void_p, "i": ctypes.c_int64}
         signature = ctypes.CFUNCTYPE(None, *(kinds[a] for a in arguments))
@@ -137,7 +143,3 @@ def one_head(p, layout, tokens, seed=0):
     """Operands of a problem of one head, and the packed one."""
     operands = make_operands(p, tokens, seed)
     return operands, pack(operands.k or operands.v, layout)
-
-
-def show(isa):
-    return CpuBackend(isa)
