@@ -1,8 +1,8 @@
 """Cosine similarity of a query with int4 embeddings, in a kernel of one's own.
 
-Rows of embeddings are stored as the keys of one head. ``scan`` is ordinary Numba code: passing it a `PackedTensor` compiles it
-for that operand's layout, and `dot_tile` becomes the tile code of this machine's instruction set. Another layout is another
-specialisation of the same function.
+Rows of embeddings are stored as the keys of one head. ``scan`` is ordinary Numba code: passing it a `PackedTensor`
+compiles it for that operand's layout, and `dot_tile` becomes the tile code of this machine's instruction set. Another
+layout is another specialisation of the same function.
 
     python examples/cosine_scan.py
 """

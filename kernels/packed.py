@@ -119,11 +119,18 @@ class PackedTensor:
 def _restored(
     name: str, heads: int, tokens: int, head_dim: int, capacity: int, words: bytes, scales: bytes
 ) -> PackedTensor:
-    arrays = (_stored(np.frombuffer(data, kind).reshape(heads, -1)) for data, kind in ((words, np.uint8), (scales, np.float16)))
-    return PackedTensor(Layout.parse(name), heads, tokens, head_dim, capacity, *arrays)
+    return PackedTensor(
+        Layout.parse(name),
+        heads,
+        tokens,
+        head_dim,
+        capacity,
+        _stored(np.frombuffer(words, np.uint8).reshape(heads, -1)),
+        _stored(np.frombuffer(scales, np.float16).reshape(heads, -1)),
+    )
 
 
-def _stored(array: NDArray) -> NDArray:
+def _stored(array: NDArray[Any]) -> NDArray[Any]:
     """A copy that starts on a cache line and has `SLACK_BYTES` readable bytes behind it."""
     copy = aligned_zeros(array.size + SLACK_BYTES // array.itemsize, array.dtype)[: array.size].reshape(array.shape)
     copy[:] = array

@@ -241,4 +241,5 @@ def _weight_noise(p: Float64, v: Quantized, group: int, margin: float) -> Float6
         position = np.divide(product, step, out=np.full_like(product, 0.5), where=step > 0) + thresholds
         variance += np.einsum("hqt,ht->hq", step**2 / 12, size)
         tipped += np.einsum("hqt,ht->hq", _on_threshold(position, margin) * step**2, size)
-    return 0.25 * np.sqrt(variance) + np.sqrt(tipped)
+    noise: Float64 = 0.25 * np.sqrt(variance) + np.sqrt(tipped)
+    return noise

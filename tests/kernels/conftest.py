@@ -13,7 +13,10 @@ if HERE not in sys.path:
 
 # Crowded machines: no deadline, and the same examples on every run.
 settings.register_profile(
-    "kernels", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+    "kernels",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 settings.load_profile("kernels")
 

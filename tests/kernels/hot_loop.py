@@ -13,7 +13,7 @@ _FLOAT_DOT = re.compile(r"vfn?madd\w+|fmla")
 
 
 def hot_loop(assembly):
-    """(mnemonic, operands) of the loop that contracts: innermost by LLVM's own comments, and with the most dot products."""
+    """(mnemonic, operands) of the loop that contracts: innermost by LLVM's comments, with the most dot products."""
     lines = assembly.splitlines()
     loops = []
     for first, line in enumerate(lines):
@@ -32,8 +32,8 @@ def hot_loop(assembly):
 CLASSES = {
     "mask": r"v?p?and(ps|pd|d|q)?|vpternlog[dq]|vp?xor(ps|pd|d|q)?|eor|bic|vp?or(d|q)?|orr",
     "shift": r"vps(rl|ll|ra)[wdq]|ushr|sshr|shl|ushll2?|sshll2?|usra",
-    "permute": r"vpunpck\w+|vpshuf\w+|vperm\w+|vpalignr|valign[dq]|vshuf\w+|vpblend\w+|vextract\w+|vinsert\w+|zip[12]|uzp[12]|trn[12]"
-    r"|tbl|ext|vpack\w+|rev\w+",
+    "permute": r"vpunpck\w+|vpshuf\w+|vperm\w+|vpalignr|valign[dq]|vshuf\w+|vpblend\w+|vextract\w+|vinsert\w+|zip[12]"
+    r"|uzp[12]|trn[12]|tbl|ext|vpack\w+|rev\w+",
     "dot": r"vpdpbusds?|vpmaddubsw|vpmaddwd|vpabsb|vpsignb|sdot|udot|fmla|vfn?madd\w+",
     "convert": r"vpmov[sz]x\w+|vcvt\w+|scvtf|ucvtf|uxtl2?|sxtl2?|fcvtl2?",
 }

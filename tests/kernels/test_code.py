@@ -1,8 +1,8 @@
 """Generated code: what the hot loops unpack with, instruction by instruction.
 
-``LOWBIT_GOLDEN=write pytest tests/kernels/test_code.py`` rewrites golden/*.txt from what is generated; look at the difference
-before committing it. Only vector instructions that mask, shift, permute, multiply or convert are compared, by mnemonic and
-number: registers, loads, addresses and order differ from one LLVM to the next.
+``LOWBIT_GOLDEN=write pytest tests/kernels/test_code.py`` rewrites golden/*.txt from what is generated; look at the
+difference before committing it. Only vector instructions that mask, shift, permute, multiply or convert are compared,
+by mnemonic and number: registers, loads, addresses and order differ from one LLVM to the next.
 """
 
 import os
@@ -94,7 +94,11 @@ def test_a_register_of_nibbles_costs_a_shift_and_two_masks(layout, shuffles):
 @pytest.mark.parametrize("isa", ISA_NAMES)
 def test_hot_loops_keep_their_accumulators_in_registers(isa):
     """The tile that suits four-way dots, for one row and for four; and its mirror image for values."""
-    for operator, order, rows in (("qk", "T/16 D/4 t16 d4", 1), ("qk", "T/16 D/4 t16 d4", 4), ("sv", "T/32 D/16 t32/4 d16 t4", 1)):
+    for operator, order, rows in (
+        ("qk", "T/16 D/4 t16 d4", 1),
+        ("qk", "T/16 D/4 t16 d4", 4),
+        ("sv", "T/32 D/16 t32/4 d16 t4", 1),
+    ):
         only, _ = code(operator, "w8a8", f"{order} | int8/bytes/offset", "integer", isa, rows=rows, registers=1)
         assert len(hot_loop(only.assembly)) > 10
         assert spills(only.assembly) == []

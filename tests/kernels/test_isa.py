@@ -53,7 +53,9 @@ def test_a_smaller_machine_can_be_simulated_and_a_larger_one_cannot(monkeypatch)
         monkeypatch.setenv("LOWBIT_ISA", name)
         assert detect() is isa_named(name)
     monkeypatch.setenv("LOWBIT_ISA", "avx512_vnni")
-    with pytest.raises(DeviceError, match="LOWBIT_ISA=avx512_vnni: this machine lacks avx512bw, avx512dq, .*avx512vnni"):
+    with pytest.raises(
+        DeviceError, match=r"LOWBIT_ISA=avx512_vnni: this machine lacks avx512bw, avx512dq, .*avx512vnni"
+    ):
         detect()
     monkeypatch.setenv("LOWBIT_ISA", "mmx")
     with pytest.raises(DeviceError, match="unknown instruction set 'mmx': known are avx512_vnni, avx_vnni, avx2"):
@@ -66,17 +68,25 @@ def test_features_are_those_of_this_machine():
     assert all(4 * isa.lanes == isa.vector_bytes for isa in ISAS.values())
 
 
-# -- the same numbers everywhere ------------------------------------------------------------------------------------------
-
 HERE = [name for name, isa in ISAS.items() if runs_here(isa)]
 
 
 @pytest.mark.parametrize(
     ("key", "k", "v", "pipeline"),
     [
-        ("attend h4/2 d80 q2 w8a8", "T/16 D/4 t16 d4 | int8/bytes/offset", "T/32 D/16 t32/4 d16 t4 | int8/bytes/offset", "integer"),
+        (
+            "attend h4/2 d80 q2 w8a8",
+            "T/16 D/4 t16 d4 | int8/bytes/offset",
+            "T/32 D/16 t32/4 d16 t4 | int8/bytes/offset",
+            "integer",
+        ),
         ("attend h3/1 d64 q1 w8a8", "T D | int8/bytes/signed", "T/32 D t32 | int8/bytes/signed", "integer"),
-        ("attend h4/1 d128 q1 w4a8", "T D | int4/planes/signed", "T/32 D/16 t32/8 d16 t8 | int4/lane_interleaved/offset", "integer"),
+        (
+            "attend h4/1 d128 q1 w4a8",
+            "T D | int4/planes/signed",
+            "T/32 D/16 t32/8 d16 t8 | int4/lane_interleaved/offset",
+            "integer",
+        ),
         ("attend h4/1 d96 q1 w4a8", "T D | int4/contiguous/offset", "T/32 D t32 | int4/contiguous/signed", "float"),
         ("attend h2/2 d80 q1 fp16", "T D | fp16", "T D | fp16", "float"),
     ],
@@ -94,9 +104,6 @@ def test_every_set_that_runs_here_computes_the_same(monkeypatch, key, k, v, pipe
         assert np.linalg.norm(other - results[-1]) <= 1e-5 * np.linalg.norm(results[-1])
 
 
-# -- code for machines other than this one --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("isa", "instruction", "registers"),
     [
@@ -108,7 +115,8 @@ def test_every_set_that_runs_here_computes_the_same(monkeypatch, key, k, v, pipe
 )
 @pytest.mark.parametrize("operator", ["qk", "sv"])
 @pytest.mark.parametrize(
-    ("precision", "packing"), [("w8a8", "int8/bytes/offset"), ("w8a8", "int8/bytes/signed"), ("w4a8", "int4/contiguous_permuted/signed")]
+    ("precision", "packing"),
+    [("w8a8", "int8/bytes/offset"), ("w8a8", "int8/bytes/signed"), ("w4a8", "int4/contiguous_permuted/signed")],
 )
 def test_the_contraction_uses_the_sets_dot_product(isa, instruction, registers, operator, precision, packing):
     p = problem(f"{operator} h1/1 d128 q1 {precision}")

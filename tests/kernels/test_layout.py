@@ -88,9 +88,6 @@ def test_negative_pad_and_fold_are_refused(pad, fold):
         Layout((Factor("T", 0, 1), Factor("D", 0, 1)), packing_named(INT8), pad, fold)
 
 
-# -- address maps -----------------------------------------------------------------------------------------------------
-
-
 @settings(max_examples=150)
 @given(stored())
 def test_every_element_has_bits_of_its_own_inside_the_head(case):

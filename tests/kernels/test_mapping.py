@@ -31,7 +31,7 @@ def stored(layout, tokens, head_dim, seed):
 
 
 def code_registers(vector, packing):
-    """What unpacking makes of one loaded vector: registers of signed codes in the order of their bits, or in layout order."""
+    """What unpacking makes of one vector: registers of signed codes in the order of their bits, or of the layout."""
     if packing.format == "fp16":
         return [vector.view(np.float16).astype(np.int64)]
     unsigned = [vector] if packing.bits == 8 else [vector & 15, vector >> 4]
@@ -52,7 +52,9 @@ def operands(unit, registers, lanes, integer):
         return list(registers[unit.sources[0]].reshape(-1, lanes, 1))
     if unit.kind == "direct":
         return [registers[unit.sources[0]].reshape(lanes, 4)]
-    four = np.stack([registers[source] for source in unit.sources], axis=-1).reshape(-1, 16, 4)  # (128-bit lane, byte, source)
+    four = np.stack([registers[source] for source in unit.sources], axis=-1).reshape(
+        -1, 16, 4
+    )  # (128-bit lane, byte, source)
     return [four[:, 4 * quarter : 4 * quarter + 4].reshape(lanes, 4) for quarter in range(4)]
 
 
@@ -126,7 +128,9 @@ def test_the_plan_contracts_what_the_layout_stores(width, lanes, role, integer):
             for order in (choose.choice(ALL_ORDERS), "T D" if role == "k" else "T/32 D t32"):
                 layout = Layout.parse(f"{order} | {packing.name} | pad {choose.choice([0, 64])}")
                 try:
-                    found, expected = carried_out(layout, head_dim, width, lanes, role, integer, choose.choice([1, 2, 4]))
+                    found, expected = carried_out(
+                        layout, head_dim, width, lanes, role, integer, choose.choice([1, 2, 4])
+                    )
                 except Infeasible as reason:
                     assert str(reason)
                     assert "\n" not in str(reason)

@@ -2,15 +2,14 @@
 
 import itertools
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from kernel_check import agree, candidate, check, packed_operands, problem
 from lowbit.kernels.backend import backend_named
-from lowbit.kernels.candidate import Candidate
+from lowbit.kernels.candidate import Candidate, Schedule
 from lowbit.kernels.cpu.backend import CpuBackend
-from lowbit.kernels.cpu.space import layouts, rejection, schedules
+from lowbit.kernels.cpu.space import layouts, rejection
 from lowbit.kernels.errors import CompileError, LayoutError, ProblemError, QuantizationError
 from lowbit.kernels.packed import pack
 from lowbit.kernels.packing import packings
@@ -44,7 +43,8 @@ def cases(operator, precision):
         pairs = [pair for pair in layouts(next(packing)) if operator != "qk" or pair[0] is pair[1]]
         while True:
             k, v = choose.choice(pairs)
-            schedule = replace(choose.choice(schedules(p, threads)), registers=choose.choice((1, 2, 4)))
+            rows, registers, block = choose.choice((1, 2, 3, 4)), choose.choice((1, 2, 4)), choose.choice((32, 64, 256))
+            schedule = Schedule(rows, registers, block, choose.choice((1, 2, 5)), choose.choice((0, 8)), threads)
             chosen = Candidate(k if operator != "sv" else None, v if operator != "qk" else None, pipeline, schedule)
             if rejection(p, chosen, isa) is None:
                 break
@@ -162,9 +162,6 @@ def test_kernel_packs_what_it_reads():
         kernel.pack("v", v)
 
 
-# -- softmax at its limits ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("pipeline", ["integer", "float"])
 @pytest.mark.parametrize("splits", [1, 3])
 def test_huge_scores_pick_one_token(pipeline, splits):
@@ -233,9 +230,6 @@ def test_attention_is_scores_softmax_and_weighted_values():
     weights = np.exp(scores - scores.max(axis=2, keepdims=True))
     weights /= weights.sum(axis=2, keepdims=True)
     np.testing.assert_allclose(kernels[2](weights, values), kernels[0](x, keys, values), rtol=1e-4, atol=1e-5)
-
-
-# -- what is refused ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

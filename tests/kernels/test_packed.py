@@ -20,7 +20,9 @@ def random_codes(format, heads, tokens, head_dim, seed=0):
     rng = np.random.default_rng([seed, heads, tokens, head_dim])
     shape = (heads, tokens, head_dim)
     if format == "fp16":
-        return Quantized(format, rng.standard_normal(shape).astype(np.float16), np.zeros((heads, tokens, 0), np.float16))
+        return Quantized(
+            format, rng.standard_normal(shape).astype(np.float16), np.zeros((heads, tokens, 0), np.float16)
+        )
     largest = {"int8": 127, "int4": 7}[format]
     scales = rng.random((heads, tokens, -(-head_dim // 32))).astype(np.float16)
     return Quantized(format, rng.integers(-largest, largest + 1, shape).astype(np.int8), scales)
@@ -119,7 +121,13 @@ def test_copies_are_aligned_and_readable_past_their_end_too(restore, name):
     layout = Layout.parse(name)
     packed = pack(random_codes(layout.packing.format, 2, 37, 80), layout)
     again = restore(packed)
-    assert (again.layout, again.heads, again.tokens, again.head_dim, again.capacity) == (layout, 2, 37, 80, packed.capacity)
+    assert (again.layout, again.heads, again.tokens, again.head_dim, again.capacity) == (
+        layout,
+        2,
+        37,
+        80,
+        packed.capacity,
+    )
     np.testing.assert_array_equal(again.dequantize(), packed.dequantize())
     for ours, theirs in ((again.words, packed.words), (again.scales, packed.scales)):
         assert ours.strides == theirs.strides
@@ -131,7 +139,9 @@ def test_copies_are_aligned_and_readable_past_their_end_too(restore, name):
 def test_values_are_packed_with_bounded_error():
     """From float values to storage and back: half a step of the group's scale, in a layout of short groups."""
     values = np.random.default_rng(0).standard_normal((2, 21, 80)).astype(np.float32)
-    packed = pack(quantize(values, PRECISIONS["w4a8"]), Layout.parse("T/16 D/16 t16 d16 | int4/lane_interleaved/offset"))
+    packed = pack(
+        quantize(values, PRECISIONS["w4a8"]), Layout.parse("T/16 D/16 t16 d16 | int4/lane_interleaved/offset")
+    )
     step = np.repeat(packed.quantized().scales.astype(np.float64), 32, axis=2)[:, :, :80]
     assert (np.abs(packed.dequantize() - values) <= step * 0.504).all()
 

@@ -73,9 +73,6 @@ def test_int8_bytes():
     assert offset[:5].tolist() == [1, 127, 128, 129, 255]
 
 
-# -- registration -----------------------------------------------------------------------------------------------------
-
-
 def pairs_high_first(index):
     return index // 2, 4 - index % 2 * 4
 

@@ -42,10 +42,13 @@ def rotated(index):
 
 @pytest.mark.parametrize("format", ["fp16", "int8", "int4"])
 def test_each_element_is_what_the_operand_decodes_to(format, registry):
-    """Every packing, each in one order; every order, each with one packing; and a padded layout of a packing of one's own."""
+    """Every packing in some order, every order with some packing, and a packing of one's own."""
     precision = {"fp16": "fp16", "int8": "w8a8", "int4": "w4a8"}[format]
     known = packings(format)
-    names = [f"{ORDERS[i % len(ORDERS)]} | {known[i % len(known)].name} | pad 64" for i in range(max(len(known), len(ORDERS)))]
+    names = [
+        f"{ORDERS[i % len(ORDERS)]} | {known[i % len(known)].name} | pad 64"
+        for i in range(max(len(known), len(ORDERS)))
+    ]
     if format == "int4":
         own = register_packing(Packing("int4", "rotated", 4, 16, rotated, coding="offset"))
         names.append(f"T/16 D t16 | {own.name} | pad 8")
@@ -84,6 +87,14 @@ def test_single_elements_need_token_major_storage():
         njit(decoded)(operand("w8a8", "D T | int8/bytes/signed"), np.zeros((2, 37, 80), np.float32))
 
 
+def test_tiles_of_a_layout_that_cannot_feed_them_fail_with_the_reason():
+    p = problem("sv h1/1 d64 q1 w8a8")
+    packed = pack(make_operands(p, 40).v, Layout.parse("T/48 D t48 | int8/bytes/signed"))
+    weights, scratch, out = np.ones((1, 96), np.float32), np.zeros(9999, np.uint8), np.zeros((1, 64), np.float32)
+    with pytest.raises(LayoutError, match="a tile of 48 tokens does not divide"):
+        weighted(packed, weights, scratch, out)
+
+
 def test_intrinsics_refuse_other_arguments():
     with pytest.raises(NumbaError):
         njit(decoded)(np.zeros((2, 3, 4)), np.zeros((2, 3, 4), np.float32))
@@ -97,7 +108,15 @@ def weighted(values, weights, scratch, out):
             count = min(64, values.capacity - first)
             part = weights[head, first : first + count]
             accumulate_tile(
-                values, head, first, count, part.ctypes.data, count, scratch.ctypes.data, out[head].ctypes.data, out.shape[1]
+                values,
+                head,
+                first,
+                count,
+                part.ctypes.data,
+                count,
+                scratch.ctypes.data,
+                out[head].ctypes.data,
+                out.shape[1],
             )
 
 
@@ -141,7 +160,9 @@ def test_the_examples_queries_need_no_whole_groups():
     quantized = quantize(rows, problem("qk h1/1 d40 q1 w8a8").storage)
     values = quantized.dequantize()[0]
     norms = np.linalg.norm(values, axis=1)
-    found = example["cosines"](query, pack(quantized, Layout.parse("T D | int8/bytes/offset")), norms.astype(np.float32))
+    found = example["cosines"](
+        query, pack(quantized, Layout.parse("T D | int8/bytes/offset")), norms.astype(np.float32)
+    )
     np.testing.assert_allclose(found, values @ query / (norms * np.linalg.norm(query)), atol=1e-6)
 
 

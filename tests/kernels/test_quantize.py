@@ -13,7 +13,9 @@ LARGEST = {"w8a8": 127, "w4a8": 7}
 
 def values(seed, heads=2, tokens=3, head_dim=80, spread=1.0):
     rng = np.random.default_rng(seed)
-    return (rng.standard_normal((heads, tokens, head_dim)) * np.exp(rng.normal(0, spread, (heads, tokens, 1)))).astype(np.float32)
+    return (rng.standard_normal((heads, tokens, head_dim)) * np.exp(rng.normal(0, spread, (heads, tokens, 1)))).astype(
+        np.float32
+    )
 
 
 @given(st.sampled_from(["w8a8", "w4a8"]), st.integers(0, 10**6), st.integers(1, 100), st.floats(0, 3))

@@ -19,7 +19,7 @@ DECLARATION = re.compile(r'^declare [^\n]*@"?(?P<name>llvm\.(?:x86|aarch64)\.[\w
 
 def simulated(text):
     """IR that computes on any machine what ``text`` computes on its own: dots as plain arithmetic, no register pins."""
-    text = re.sub(r'^target triple = .*$', "", text, flags=re.M)
+    text = re.sub(r"^target triple = .*$", "", text, flags=re.M)
     text = PIN.sub(lambda m: f"bitcast {m[1]} {m[2]} to {m[1]}", text)
     for match in DECLARATION.finditer(text):
         name = match["name"]
@@ -134,7 +134,15 @@ class Tile:
         out = np.zeros((spec.rows, spec.head_dim), np.float32)
         words, scales = packed.words[0], packed.scales[0]
         self._call(
-            address(words), address(scales), first, count, address(p), count, address(scratch), address(out), spec.head_dim
+            address(words),
+            address(scales),
+            first,
+            count,
+            address(p),
+            count,
+            address(scratch),
+            address(out),
+            spec.head_dim,
         )
         return out
 
