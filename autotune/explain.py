@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from ..kernels.backend import Backend, Code, Rejected
+from ..kernels.backend import Code, Rejected
 from ..kernels.candidate import Candidate
-from ..kernels.errors import CompileError, NoWinnerError
+from ..kernels.errors import NoWinnerError
 from ..kernels.packing import Packing, packings
 from ..kernels.problem import Problem
 
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from ..costmodel.device import Device
     from ..costmodel.features import Features
     from ..costmodel.lep import Coefficients
+    from ..costmodel.tile import TileCounts
     from ..db.records import Measurement, Winner
+    from ..search.tiles import TileCounter
 
 Report = Callable[[str, int, int | None, str], None]
 """``(phase, done, total, message)``, as `lowbit.autotune.progress` shows it."""
@@ -32,8 +34,6 @@ class Knowledge:
     ----------
     coefficients : Coefficients or None
         Of the extended form; None if the device was never calibrated with this many threads.
-    features : dict
-        By candidate name.
     measurements : dict
         By candidate name, correct ones only.
     winner : Winner or None
@@ -43,7 +43,6 @@ class Knowledge:
     """
 
     coefficients: Coefficients | None = None
-    features: Mapping[str, Features] = field(default_factory=dict)
     measurements: Mapping[str, Measurement] = field(default_factory=dict)
     winner: Winner | None = None
     stale: Winner | None = None
@@ -59,20 +58,17 @@ class Knowledge:
         DatabaseError
             If ``path`` is missing or refused.
         """
-        from ..costmodel.features import Features
         from ..costmodel.lep import Coefficients
         from ..db.store import Store
 
         with Store.open(path, mode="read") as store:
             calibration = store.calibration(device, threads)
-            stored = store.features(device, problem.key, tokens, toolchain)
             measured = store.measurements(device, problem.key, tokens, toolchain, protocol)
             winners = store.winners(device, problem.key)
         covering = sorted((w for w in winners if w.covers(tokens)), key=lambda w: w.created, reverse=True)
         current = next((w for w in covering if w.toolchain == toolchain), None)
         return cls(
             None if calibration is None else Coefficients.from_dict(calibration["extended"]),
-            {name: Features.from_dict(values) for name, values in stored.items()},
             {m.candidate: m for m in measured if m.status == "ok"},
             current,
             covering[0] if covering and current is None else None,
@@ -85,6 +81,8 @@ class Priced:
 
     Attributes
     ----------
+    tiles : tuple of TileCounts
+        What was counted in its code, one for each packed operand.
     predicted_us : float or None
         None without coefficients.
     measurement : Measurement or None
@@ -92,6 +90,7 @@ class Priced:
 
     candidate: Candidate
     features: Features
+    tiles: tuple[TileCounts, ...]
     predicted_us: float | None
     measurement: Measurement | None
 
@@ -223,7 +222,7 @@ def explain(
     problem: Problem,
     tokens: int,
     threads: int,
-    backend: Backend,
+    counter: TileCounter,
     device: Device,
     knowledge: Knowledge,
     protocol: str,
@@ -236,6 +235,8 @@ def explain(
 
     Parameters
     ----------
+    counter : TileCounter
+        Counts the instructions of candidates; its backend is the one that is asked about.
     device : Device
         That ``knowledge`` is about.
     protocol : str
@@ -246,6 +247,9 @@ def explain(
     NoWinnerError
         If the problem has no legal candidate whose code can be counted.
     """
+    from ..search.features import extract
+
+    backend = counter.backend
     report("enumerating", 0, None, problem.key)
     space = list(backend.space(problem, threads))
     legal = {each.name: each for each in space if not isinstance(each, Rejected)}
@@ -253,7 +257,15 @@ def explain(
     chosen = None if knowledge.winner is None else Candidate.parse(knowledge.winner.candidate)
     if chosen is not None:
         legal[chosen.name] = chosen
-    features, uncounted = _features(problem, tokens, backend, device, list(legal.values()), knowledge, report)
+    found = extract(
+        problem,
+        [tokens],
+        legal,
+        counter,
+        device.line_bytes,
+        lambda done, total: report("counting instructions", done, total, problem.key),
+    )
+    features = found.features[tokens]
     if protocol == "cold":
         # Operands that come from memory have no working set in a cache.
         outside_bytes = 2 * max(cache.size_bytes for cache in device.caches)
@@ -261,7 +273,7 @@ def explain(
             name: replace(each, working_set_bytes=max(each.working_set_bytes, outside_bytes))
             for name, each in features.items()
         }
-    priced = _price(legal, features, knowledge)
+    priced = _price(legal, features, found.tiles, knowledge)
     if not priced:
         raise NoWinnerError(f"{problem.key} has no candidate that this device can run")
     choice = priced.get("" if chosen is None else chosen.name) or min(priced.values(), key=_predicted_rank)
@@ -278,41 +290,17 @@ def explain(
         choice,
         min(timed, key=_measured_rank) if timed else min(others, key=_predicted_rank, default=None),
         _terms(choice.features, knowledge.coefficients),
-        tuple(packing_costs(problem, backend, list(priced.values()), rejected)),
+        tuple(packing_costs(problem, list(priced.values()), rejected)),
         tuple(backend.code(problem, choice.candidate)),
-        uncounted,
+        dict(Counter(found.failed.values()).most_common()),
     )
 
 
-def _features(
-    problem: Problem,
-    tokens: int,
-    backend: Backend,
-    device: Device,
-    candidates: Sequence[Candidate],
-    knowledge: Knowledge,
-    report: Report,
-) -> tuple[dict[str, Features], dict[str, int]]:
-    """Features by candidate name, and how many candidates have none, by reason."""
-    from ..costmodel.features import features
-
-    found: dict[str, Features] = {}
-    uncounted: Counter[str] = Counter()
-    for number, candidate in enumerate(candidates):
-        report("counting instructions", number, len(candidates), problem.key)
-        stored = knowledge.features.get(candidate.name)
-        try:
-            found[candidate.name] = stored or features(
-                problem, candidate, tokens, backend.code(problem, candidate), device.line_bytes
-            )
-        except CompileError as error:
-            uncounted[str(error)] += 1
-    report("counting instructions", len(candidates), len(candidates), problem.key)
-    return found, dict(uncounted.most_common())
-
-
 def _price(
-    candidates: Mapping[str, Candidate], features: Mapping[str, Features], knowledge: Knowledge
+    candidates: Mapping[str, Candidate],
+    features: Mapping[str, Features],
+    tiles: Mapping[str, tuple[TileCounts, ...]],
+    knowledge: Knowledge,
 ) -> dict[str, Priced]:
     from ..costmodel.lep import predict_many
 
@@ -320,7 +308,7 @@ def _price(
     if knowledge.coefficients is not None:
         predicted = map(float, predict_many(list(features.values()), knowledge.coefficients))
     return {
-        name: Priced(candidates[name], each, time_us, knowledge.measurements.get(name))
+        name: Priced(candidates[name], each, tiles[name], time_us, knowledge.measurements.get(name))
         for (name, each), time_us in zip(features.items(), predicted, strict=True)
     }
 
@@ -346,16 +334,12 @@ def _terms(features: Features, coefficients: Coefficients | None) -> dict[str, f
     return {"memory": rest.pop("memory"), **instructions, **rest, "overlap": -overlap_us}
 
 
-def packing_costs(
-    problem: Problem, backend: Backend, priced: Sequence[Priced], rejected: Sequence[Rejected]
-) -> Iterable[PackingCost]:
+def packing_costs(problem: Problem, priced: Sequence[Priced], rejected: Sequence[Rejected]) -> Iterable[PackingCost]:
     """Unpacking operations of each registered packing of the problem's format.
 
     For each packing the best legal candidate counts: the fewest operations, then the lowest prediction. Candidates are
     those of the integer pipeline, for formats that have one.
     """
-    from ..costmodel.unpack import unpack_counts
-
     native = [each for each in priced if each.candidate.pipeline == "integer"] or list(priced)
     for packing in packings(problem.storage.format):
         pool = [each for each in native if _packings_of(each.candidate) == {packing.name}]
@@ -365,8 +349,7 @@ def packing_costs(
         best = min(
             pool, key=lambda each: (each.features.unpack_ops_per_32, each.predicted_us or 0.0, each.candidate.name)
         )
-        codes = backend.code(problem, best.candidate)
-        unpacking = {code.role: unpack_counts(code) for code in codes}
+        unpacking = {tile.role: tile.unpacking for tile in best.tiles}
         yield PackingCost(packing, best.candidate, best.features.unpack_ops_per_32, unpacking)
 
 

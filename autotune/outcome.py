@@ -32,7 +32,7 @@ class Options:
     trials : int
         Trials of an Optuna study.
     budget_s : float or None
-        Seconds after which measuring stops. What is then undecided is predicted.
+        Seconds after which counting instructions and measuring stop. What is then undecided is predicted.
     threads : int or None
         Threads of a decode step; the device's cores if None.
     quick : bool
@@ -148,7 +148,8 @@ class TuneReport:
     reasons : Counter
         How many were pruned from them, by reason.
     unpredicted : Counter
-        Candidates whose features cannot be extracted, by reason; they are ranked last.
+        Candidates without features, by reason: their code cannot be counted, or was not within the budget. They are
+        ranked last.
     select_ms : float
         Time to rank all spaces from their features, at all context lengths.
     measurements : dict

@@ -30,6 +30,7 @@ class LineProgress:
         self._interval_s = interval_s
         self._clock = clock
         self._phase: str | None = None
+        self._total: int | None = None
         self._began_s = self._printed_s = 0.0
         self._began_done = 0
 
@@ -44,9 +45,11 @@ class LineProgress:
     def update(self, phase: str, done: int, total: int | None, message: str) -> None:
         """Report that ``done`` of ``total`` steps of ``phase`` are over; ``total`` may be unknown."""
         now = self._clock()
-        if phase != self._phase:
-            self._phase, self._began_s, self._began_done = phase, now, done
-        elif done != total and now - self._printed_s < self._interval_s:
+        known_phase = phase == self._phase
+        if not known_phase or total != self._total:
+            # What was done before the total was known says nothing about the speed.
+            self._phase, self._total, self._began_s, self._began_done = phase, total, now, done
+        if known_phase and done != total and now - self._printed_s < self._interval_s:
             return
         self._printed_s = now
         count = f" {done}" if total is None else f" {done}/{total}"

@@ -17,6 +17,7 @@ from ..kernels.candidate import Candidate
 from ..kernels.problem import Problem
 from ..search.features import extract
 from ..search.session import Bench
+from ..search.tiles import TileCounter
 from .outcome import Progress, TuneReport
 
 
@@ -59,10 +60,12 @@ class Ranker:
     device : Device
     threads : int
     bench : Bench
-        Its crew extracts features, its store keeps spaces and features.
+        Its crew counts tile functions; its store keeps counts, spaces and features.
     coefficients : Coefficients
     progress : Progress
     report : TuneReport
+    until : float or None
+        `time.monotonic` value at which counting stops; candidates that are not counted by then are ranked last.
     """
 
     backend: Backend
@@ -72,31 +75,34 @@ class Ranker:
     coefficients: Coefficients
     progress: Progress
     report: TuneReport
+    until: float | None = None
 
     def rank(self, problem: Problem, tokens: Sequence[int]) -> list[Ranked]:
         """The space of ``problem`` ranked at each context length."""
         candidates = self._space(problem)
-        done = 0
-
-        def report(more: int) -> None:
-            nonlocal done
-            done += more
-            self.progress.update("features", done, len(candidates), problem.key)
-
         bench = self.bench
-        features, failed = extract(
+        found = extract(
             problem,
             tokens,
             candidates,
-            bench.crew,
-            bench.store,
-            bench.device,
-            bench.toolchain,
+            TileCounter(self.backend, bench.crew, bench.store, bench.toolchain),
             self.device.line_bytes,
-            report,
+            lambda done, total: self.progress.update("features", done, total, problem.key),
+            self.until,
         )
-        self.report.unpredicted.update(failed.values())
-        return [self._order(problem, each, candidates, features[each]) for each in tokens]
+        self.report.unpredicted.update(found.failed.values())
+        for each in tokens:
+            self._keep(problem, each, found.features[each])
+        return [self._order(problem, each, candidates, found.features[each]) for each in tokens]
+
+    def _keep(self, problem: Problem, tokens: int, features: dict[str, Features]) -> None:
+        """Store what differs from what is stored, for people who ask the database."""
+        store, device, toolchain = self.bench.store, self.bench.device, self.bench.toolchain
+        stored = store.features(device, problem.key, tokens, toolchain)
+        rows = {name: each.as_dict() for name, each in features.items()}
+        changed = {name: row for name, row in rows.items() if stored.get(name) != row}
+        if changed:
+            store.put_features(device, problem.key, tokens, changed, toolchain)
 
     def _space(self, problem: Problem) -> dict[str, Candidate]:
         self.progress.update("features", 0, None, problem.key)

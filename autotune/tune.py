@@ -122,7 +122,14 @@ class _Run:
         with Crew(setup, size, self.options.deadlines_s) as crew:
             bench = self._bench(crew, setup)
             ranker = Ranker(
-                self.backend, self.device, self.threads, bench, calibration.extended, self.progress, self.report
+                self.backend,
+                self.device,
+                self.threads,
+                bench,
+                calibration.extended,
+                self.progress,
+                self.report,
+                None if self.options.budget_s is None else self.started + self.options.budget_s,
             )
             ranked = [each for problem in problems for each in ranker.rank(problem, tokens)]
             self._decide(ranked, bench, calibration)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Self
 
-from ..kernels.backend import Code
 from ..kernels.candidate import Candidate
 from ..kernels.problem import Problem, check_tokens
 from .assembly import CLASSES
+from .tile import TileCounts
 from .traffic import call_bytes, layout_of, stored_channels, stored_tokens
-from .unpack import executed, unpack_ops_per_32
 
 FLOAT_BYTES = 4
 
@@ -52,17 +51,19 @@ class Features:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON; `from_dict` is the inverse."""
-        return asdict(self)
+        return {**vars(self), "instructions": dict(self.instructions)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         return cls(**{**values, "instructions": dict(values["instructions"])})
 
 
-def features(problem: Problem, candidate: Candidate, tokens: int, codes: Iterable[Code], line_bytes: int) -> Features:
+def features(
+    problem: Problem, candidate: Candidate, tokens: int, tiles: Iterable[TileCounts], line_bytes: int
+) -> Features:
     """Features of one call.
 
-    Each packed operand is walked once for every ``code.rows`` rows of the small operand, whole 32-token blocks and
+    Each packed operand is walked once for every ``tile.rows`` rows of the small operand, whole 32-token blocks and
     whole channel blocks at a time; each loop of a tile function states how many values one iteration stands for.
 
     Parameters
@@ -71,31 +72,29 @@ def features(problem: Problem, candidate: Candidate, tokens: int, codes: Iterabl
     candidate : Candidate
     tokens : int
         Context length.
-    codes : iterable of Code
-        The candidate's hot tile functions, one for each packed operand.
+    tiles : iterable of TileCounts
+        The candidate's tile functions, one for each packed operand; `lowbit.costmodel.tile.count` counts one.
     line_bytes : int
         Cache line size of the device.
 
     Raises
     ------
-    CompileError
-        If a hot loop cannot be counted.
     LayoutError
-        If the candidate lacks a layout that the operator or a code needs.
+        If the candidate lacks a layout that the operator or a tile needs.
     ProblemError
         If ``tokens`` is no context length.
     """
     check_tokens(tokens)
     instructions = dict.fromkeys(CLASSES, 0.0)
     unpack_ops, per_32 = 0.0, []
-    for code in codes:
-        channels = stored_channels(layout_of(candidate, code.role), problem.head_dim)
-        passes = -(-problem.rows // code.rows)
+    for tile in tiles:
+        channels = stored_channels(layout_of(candidate, tile.role), problem.head_dim)
+        passes = -(-problem.rows // tile.rows)
         values = problem.kv_heads * stored_tokens(tokens) * channels * passes
         block = min(candidate.schedule.block, stored_tokens(tokens))
-        for kind, count in executed(code, values, channels, block).items():
+        for kind, count in tile.executed(values, channels, block).items():
             instructions[kind] += count
-        per_32.append(unpack_ops_per_32(code))
+        per_32.append(tile.unpack_ops_per_32)
         unpack_ops += per_32[-1] * values / 32
     traffic = call_bytes(problem, candidate, tokens, line_bytes)
     return Features(

@@ -56,31 +56,6 @@ class HotLoop:
     parts: tuple[tuple[Share | None, dict[str, int]], ...]
 
 
-def executed(code: Code, values: float, channels: int, block: int) -> dict[str, float]:
-    """Instructions that all calls of a tile function together execute, by class.
-
-    Parameters
-    ----------
-    values : float
-        Values of the packed operand that the calls walk.
-    channels : int
-        Head dimension.
-    block : int
-        Tokens of one call.
-
-    Raises
-    ------
-    CompileError
-        As `instruction_counts`.
-    """
-    total = dict.fromkeys(CLASSES, 0.0)
-    for share, counts in analysed(code.assembly, code.symbol).parts:
-        times = (share or Share(channels, per_block=True)).iterations(values, block)
-        for kind, count in counts.items():
-            total[kind] += count * times
-    return total
-
-
 def instruction_counts(code: Code) -> dict[str, int]:
     """Instructions that one iteration of the hot loop executes, by class.
 
@@ -123,7 +98,7 @@ def unpack_ops_per_32(code: Code) -> float:
     return sum(analysed(code.assembly, code.symbol).unpacking.values()) * 32 / code.values_per_iteration
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=64)
 def analysed(assembly: str, symbol: str) -> HotLoop:
     """Count the hot loop of the function ``symbol`` in ``assembly``.
 

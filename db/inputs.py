@@ -1,9 +1,9 @@
-"""What a search reads: devices, calibrations, spaces and features."""
+"""What a search reads: devices, calibrations, spaces, tiles and features."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ..kernels.errors import DatabaseError
@@ -80,6 +80,28 @@ class SearchInputs(Session):
             ids,
         )
         return [row["name"] for row in candidates], [(row["name"], row["text"]) for row in rejected]
+
+    def put_tiles(self, toolchain: str, tiles: Mapping[str, Mapping[str, Any]]) -> None:
+        """Keep what was counted in tile functions, by symbol; replaces what the same symbols had."""
+        texts = {symbol: _json(payload) for symbol, payload in tiles.items()}
+        with self._writing() as db:
+            id_ = self._names.put("toolchains", toolchain)
+            db.conn.executemany(
+                """INSERT INTO tiles (toolchain_id, symbol, payload)
+                   VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET payload = excluded.payload""",
+                [(id_, symbol, text) for symbol, text in texts.items()],
+            )
+
+    def tiles(self, toolchain: str, symbols: Collection[str] | None = None) -> dict[str, dict[str, Any]]:
+        """What was counted in tile functions, by symbol: in those of ``symbols``, or in all."""
+        rows = self._rows(
+            """SELECT symbol, payload FROM tiles JOIN toolchains t ON t.id = toolchain_id
+               WHERE t.name = :toolchain
+                 AND (:symbols IS NULL OR symbol IN (SELECT value FROM json_each(:symbols)))
+               ORDER BY tiles.id""",
+            {"toolchain": toolchain, "symbols": None if symbols is None else json.dumps(list(symbols))},
+        )
+        return {row["symbol"]: json.loads(row["payload"]) for row in rows}
 
     def put_features(
         self,

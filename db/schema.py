@@ -80,6 +80,13 @@ def _tables(db: Database) -> None:
             PRIMARY KEY (problem_id, device_id, position)
         ) WITHOUT ROWID;
         CREATE INDEX rejections_reason ON rejections (reason_id);
+        CREATE TABLE tiles (
+            id INTEGER PRIMARY KEY,
+            toolchain_id INTEGER NOT NULL REFERENCES toolchains (id),
+            symbol TEXT NOT NULL,
+            payload TEXT NOT NULL CHECK (json_valid(payload)),
+            UNIQUE (toolchain_id, symbol)
+        );
         CREATE TABLE features (
             id INTEGER PRIMARY KEY,
             device_id INTEGER NOT NULL REFERENCES devices (id),

@@ -14,6 +14,7 @@ _COUNTED = (
     "problems",
     "candidates",
     "rejections",
+    "tiles",
     "features",
     "calibrations",
     "measurements",

@@ -110,8 +110,20 @@ class Backend(ABC):
         """Compile, or raise `CompileError` with a reason."""
 
     @abstractmethod
+    def tiles(self, problem: Problem, candidate: Candidate) -> tuple[str, ...]:
+        """Symbols of the candidate's tile functions in the order of `code`, named without generating it.
+
+        Code of one symbol and toolchain is the same for all problems and candidates, and on every machine: what is
+        counted in it is counted once. Raises `CompileError` as `code` does.
+        """
+
+    @abstractmethod
     def code(self, problem: Problem, candidate: Candidate) -> list[Code]:
         """Generated code of the candidate's tile functions, without running anything."""
+
+    def tile(self, problem: Problem, candidate: Candidate, symbol: str) -> Code:
+        """The one of `code` with this symbol, which is one of `tiles`; backends need not generate the others."""
+        return next(code for code in self.code(problem, candidate) if code.symbol == symbol)
 
 
 def backend_named(name: str) -> Backend:

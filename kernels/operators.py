@@ -321,11 +321,11 @@ def build_sv(v: OperandType) -> Any:
             count = padded(used, TOKEN_BLOCK)
             for row in range(0, all_rows, step):
                 for i in range(step):
-                    for t in range(count):
-                        weight = np.float32(0.0)
-                        if row + i < rows and t < used:
-                            weight = load_f32(source, (row + i) * tokens + start + t)
-                        store_f32(p, i * block + t, weight)
+                    given = used if row + i < rows else 0
+                    weights = source + 4 * ((row + i) * tokens + start)
+                    for t in range(given):
+                        store_f32(p, i * block + t, load_f32(weights, t))
+                    clear(p + 4 * (i * block + given), count - given)
                 accumulate_tile(values, head, start, count, p, block, scratch, out + 4 * row * head_dim, head_dim)
         record = peek(job, PARTIALS) + 4 * index * rows * (2 + head_dim)
         for row in range(rows):

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import IO, Self
 
 from ..kernels.errors import DeviceError
-from .messages import Extract, Prepare, Prepared, Ready, Refused, Reply, Request, Setup, Stage
+from .messages import Count, Prepare, Prepared, Ready, Refused, Reply, Request, Setup, Stage
 from .rounds import Fault
 
 DEADLINES_S: Mapping[str, float] = {"start": 120.0, "compile": 60.0, "reference": 300.0, "pack": 120.0, "run": 20.0}
@@ -111,10 +111,12 @@ class Crew:
         """One request, answered by the owner of its candidate."""
         return next(reply for _, reply in self.work([request]))
 
-    def work(self, requests: Iterable[Request]) -> Iterator[tuple[Request, Reply]]:
+    def work(
+        self, requests: Iterable[Request], until: float | None = None
+    ) -> Generator[tuple[Request, Reply], None, None]:
         """Answer ``requests`` on all workers at once, in whatever order they finish.
 
-        Crashes and hangs come back as `Fault`.
+        Crashes and hangs come back as `Fault`. At ``until``, a `time.monotonic` value, the rest stays unanswered.
 
         Raises
         ------
@@ -127,19 +129,19 @@ class Crew:
             owner = self._owner_of(request)
             (shared if owner is None else queues[owner]).append(request)
         try:
-            while True:
+            while until is None or time.monotonic() < until:
                 for index in range(self.size):
                     self._feed(index, queues, shared)
                 busy = [(i, w) for i, w in enumerate(self._workers) if w is not None and w.task is not None]
                 if not busy:
                     return
-                for index, worker in self._awake(busy):
+                for index, worker in self._awake(busy, until):
                     task = worker.task
                     assert task is not None
                     reply = self._hear(index, worker)
                     if reply is None:
                         continue
-                    if isinstance(reply, Prepared) and not isinstance(task, Extract):
+                    if isinstance(reply, Prepared) and not isinstance(task, Count):
                         self._owner[task.problem, task.candidate] = index
                     yield task, reply
                 for index in range(self.size):
@@ -151,7 +153,7 @@ class Crew:
             self._drop_busy()
 
     def _owner_of(self, request: Request) -> int | None:
-        if isinstance(request, Extract):
+        if isinstance(request, Count):
             return None
         return self._owner.get((request.problem, request.candidate))
 
@@ -199,10 +201,11 @@ class Crew:
         ours.send(self._setup)
         return _Worker(process, ours, stderr)
 
-    def _awake(self, busy: list[tuple[int, _Worker]]) -> list[tuple[int, _Worker]]:
-        """Busy workers that have said something, died, or overstayed."""
+    def _awake(self, busy: list[tuple[int, _Worker]], until: float | None) -> list[tuple[int, _Worker]]:
+        """Busy workers that have said something, died, or overstayed; none if nothing happens before ``until``."""
         now = time.monotonic()
         left = min(w.since + self._deadlines_s[w.stage] - now for _, w in busy)
+        left = left if until is None else min(left, until - now)
         spoken = wait([w.connection for _, w in busy], max(left, 0.0))
         now = time.monotonic()
         return [(i, w) for i, w in busy if w.connection in spoken or now >= w.since + self._deadlines_s[w.stage]]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from .rounds import Fault
 from .timing import Slot
+
+if TYPE_CHECKING:
+    from ..costmodel.tile import TileCounts
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,8 @@ class Setup:
         The tuning process's ``sys.path``.
     seed : int
         Of the operands.
+    isa : str
+        Instruction set to generate code for, on the CPU backend, if not the machine's. Nothing is run then.
     """
 
     backend: str
@@ -39,6 +44,7 @@ class Setup:
     memory_bytes: int = 1 << 30
     search_path: tuple[str, ...] = ()
     seed: int = 0
+    isa: str = ""
 
 
 @dataclass(frozen=True)
@@ -65,13 +71,11 @@ class TimeSlot:
 
 
 @dataclass(frozen=True)
-class Extract:
-    """Features of ``candidates`` at each of ``tokens``. Answer: `Extracted` or `Fault`."""
+class Count:
+    """Count tile functions, each given by its symbol and a candidate that has it. Answer: `Counted` or `Fault`."""
 
     problem: str
-    tokens: tuple[int, ...]
-    candidates: tuple[str, ...]
-    line_bytes: int
+    tiles: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
@@ -83,10 +87,10 @@ class Prepared:
 
 
 @dataclass(frozen=True)
-class Extracted:
-    """Features by context length and candidate name; reasons of the candidates whose code cannot be generated."""
+class Counted:
+    """Counts by symbol; reasons of the tile functions that cannot be generated or counted."""
 
-    features: dict[int, dict[str, dict[str, Any]]]
+    counts: dict[str, TileCounts]
     failed: dict[str, str] = field(default_factory=dict)
 
 
@@ -109,8 +113,8 @@ class Stage:
     name: str
 
 
-Request = Prepare | TimeSlot | Extract
-Reply = Prepared | Slot | Extracted | Fault
+Request = Prepare | TimeSlot | Count
+Reply = Prepared | Slot | Counted | Fault
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:

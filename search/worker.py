@@ -25,8 +25,8 @@ from ..kernels.reference import make_operands
 from .check import AWKWARD_TOKENS, Expectation, awkward, expect
 from .control import Control
 from .messages import (
-    Extract,
-    Extracted,
+    Count,
+    Counted,
     Prepare,
     Prepared,
     Ready,
@@ -63,6 +63,12 @@ def resolve_backend(name: str) -> Backend:
     return backend
 
 
+def _for_isa(name: str) -> Backend:
+    from ..kernels.cpu.backend import CpuBackend
+
+    return CpuBackend(name)
+
+
 class _Wrong(Exception):
     def __init__(self, tokens: int, error: float, limit: float) -> None:
         super().__init__(f"error {error:.3g} exceeds {limit:.3g} at {tokens} tokens")
@@ -84,7 +90,7 @@ class Workbench:
     def __init__(self, setup: Setup, announce: Any) -> None:
         self._setup = setup
         self._announce = announce
-        self._backend = resolve_backend(setup.backend)
+        self._backend = _for_isa(setup.isa) if setup.isa else resolve_backend(setup.backend)
         self._problem: Problem | None = None
         self._kernels: dict[tuple[str, str], Kernel] = {}
         self._checked: dict[tuple[str, str], float] = {}
@@ -100,7 +106,7 @@ class Workbench:
             return self._prepare(request)
         if isinstance(request, TimeSlot):
             return self._time(request)
-        return self._extract(request)
+        return self._count(request)
 
     # -- compile and check ----------------------------------------------------------------------------------------
 
@@ -204,26 +210,20 @@ class Workbench:
         self._stopwatches[key].calls = [kernel.bind(*each, tokens=request.tokens, out=out) for each in arguments]
         return self._stopwatches[key]
 
-    # -- features -------------------------------------------------------------------------------------------------
+    # -- count ----------------------------------------------------------------------------------------------------
 
-    def _extract(self, request: Extract) -> Extracted:
-        from ..costmodel.features import features
+    def _count(self, request: Count) -> Counted:
+        from ..costmodel.tile import count
 
         problem = Problem.parse(request.problem)
-        found: dict[int, dict[str, dict[str, Any]]] = {tokens: {} for tokens in request.tokens}
-        failed = {}
-        for name in request.candidates:
+        counts, failed = {}, {}
+        for symbol, name in request.tiles:
             self._announce(Stage("compile"))
             try:
-                candidate = Candidate.parse(name)
-                codes = self._backend.code(problem, candidate)
-                for tokens in request.tokens:
-                    found[tokens][name] = features(problem, candidate, tokens, codes, request.line_bytes).as_dict()
+                counts[symbol] = count(self._backend.tile(problem, Candidate.parse(name), symbol))
             except Exception as error:
-                failed[name] = _reason(error)
-                for each in found.values():
-                    each.pop(name, None)
-        return Extracted(found, failed)
+                failed[symbol] = _reason(error)
+        return Counted(counts, failed)
 
 
 def _reason(error: Exception) -> str:

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 @options.protocol_option
 @options.database_option
 @click.option(
-    "--isa", metavar="NAME", help="Show the code for another instruction set; nothing is predicted then or looked up."
+    "--isa",
+    metavar="NAME",
+    help="Show the code for another instruction set; nothing is predicted then, and no winner looked up.",
 )
 @click.option("--code", "show_code", is_flag=True, help="Also print the choice's emitted IR and assembly.")
 @options.plugin_option
@@ -59,8 +61,9 @@ def explain(
     """Say why a layout is chosen.
 
     Shows what its prediction adds up from, its measured time and the runner-up's, and for each packing the unpacking
-    instructions per 32 values in the assembly of its best integer kernel. Reads the database but does not change it; a
-    device that was not calibrated is calibrated roughly for this one answer.
+    instructions per 32 values in the assembly of its best integer kernel. What was counted in assembly is kept in the
+    database if there is one that can be written, and nothing else is changed there; a device that was not calibrated is
+    calibrated roughly for this one answer.
 
     \b
     Example:
@@ -74,12 +77,20 @@ def explain(
     options.import_plugins(plugins)
     backend = _backend(device, isa)
     from ...costmodel.device import detect
+    from ...search.crew import Crew
+    from ...search.messages import Setup
+    from ...search.tiles import TileCounter
+    from ..kept import KeptTiles
 
     machine = detect()
     count = threads or machine.cores
-    with progress_on(sys.stderr) as progress:
-        knowledge = _knowledge(backend, isa, machine, problem, tokens, count, protocol, database, progress.update)
-        answer = gather(problem, tokens, count, backend, machine, knowledge, protocol, progress.update)
+    path = database or options.default_database()
+    known = path if database is not None or path.exists() else None
+    setup = Setup(device, plugins, search_path=tuple(sys.path), isa=isa or "")
+    with progress_on(sys.stderr) as progress, Crew(setup, machine.cores) as crew, KeptTiles(known) as kept:
+        knowledge = _knowledge(backend, isa, machine, problem, tokens, count, protocol, known, progress.update)
+        counter = TileCounter(backend, crew, kept, backend.toolchain())
+        answer = gather(problem, tokens, count, counter, machine, knowledge, protocol, progress.update)
     if knowledge.stale is not None:
         click.echo(f"not considered, tuned with another toolchain: {knowledge.stale.candidate}", err=True)
     if as_json:
@@ -122,12 +133,11 @@ def _knowledge(
 
     if isa is not None and isa != machine.isa:
         return Knowledge()
-    path = database or options.default_database()
     known = Knowledge()
-    if database is not None or path.exists():
-        known = Knowledge.read(path, machine.fingerprint, problem, tokens, threads, backend.toolchain(), protocol)
+    if database is not None:
+        known = Knowledge.read(database, machine.fingerprint, problem, tokens, threads, backend.toolchain(), protocol)
     if known.coefficients is None:
-        report("calibrating roughly", 0, None, f"{path} holds no calibration for {threads} threads here")
+        report("calibrating roughly", 0, None, f"there is no calibration for {threads} threads here")
         known = replace(known, coefficients=calibrate(machine, threads, QUICK_BUDGET_S).extended)
     return known
 

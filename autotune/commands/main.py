@@ -63,7 +63,10 @@ STRATEGIES = ("lep", "verify", "optuna", "oracle")
     help="optuna: candidates to try for each problem and context length.",
 )
 @click.option(
-    "--budget", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="Stop measuring after this long."
+    "--budget",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="Stop counting instructions and measuring after this long.",
 )
 @options.protocol_option
 @options.threads_option

@@ -69,12 +69,21 @@ class CpuBackend(Backend):
         except Exception as error:
             raise CompileError(f"{candidate.layout}: {str(error).strip().splitlines()[0]}") from error
 
+    def tiles(self, problem: Problem, candidate: Candidate) -> tuple[str, ...]:
+        return tuple(spec.symbol for spec in self._specs(problem, candidate))
+
+    def tile(self, problem: Problem, candidate: Candidate, symbol: str) -> Code:
+        return next(_code(spec) for spec in self._specs(problem, candidate) if spec.symbol == symbol)
+
     def code(self, problem: Problem, candidate: Candidate) -> list[Code]:
+        return [_code(spec) for spec in self._specs(problem, candidate)]
+
+    def _specs(self, problem: Problem, candidate: Candidate) -> list[TileSpec]:
         isa = self.isa()
         reason = candidates.rejection(problem, candidate, isa)
         if reason is not None:
             raise CompileError(f"{candidate.layout}: {reason}")
-        return [_code(spec.canonical) for spec in candidates.tile_specs(problem, candidate, isa)]
+        return [spec.canonical for spec in candidates.tile_specs(problem, candidate, isa)]
 
 
 def _compiled(problem: Problem, candidate: Candidate, isa: Isa) -> CpuKernel:
@@ -110,7 +119,7 @@ def _loaded(spec: TileSpec) -> Any:
     return load(_module(spec), spec.isa)
 
 
-@functools.lru_cache(8192)
+@functools.lru_cache(64)
 def _code(spec: TileSpec) -> Code:
     module = _module(spec)
     text = str(module)

@@ -20,12 +20,16 @@ def _initialise() -> None:
     binding.initialize_all_asmprinters()
 
 
+def triple_of(isa: Isa, jit: bool = False) -> str:
+    """What code for ``isa`` is generated for; the generic set is of this host's family."""
+    here = jit or (isa.name == "generic" and runs_here(isa))
+    return str(binding.get_process_triple() if here else isa.triple)
+
+
 def target_machine(isa: Isa, jit: bool = False) -> Any:
-    """An LLVM target machine for ``isa``; the generic one is of this host's family."""
+    """An LLVM target machine for ``isa``."""
     _initialise()
-    triple, cpu = isa.triple, isa.cpu
-    if jit or (isa.name == "generic" and runs_here(isa)):
-        triple = binding.get_process_triple()
+    triple, cpu = triple_of(isa, jit), isa.cpu
     if not triple.startswith("x86_64") and isa.name == "generic":
         cpu = ""
     return binding.Target.from_triple(triple).create_target_machine(cpu=cpu, features=isa.features, opt=3, jit=jit)

@@ -17,7 +17,9 @@ carrying out the contraction in NumPy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,6 +37,8 @@ Code = tuple[int, int]
 
 Registers = dict[tuple[int, int], tuple[Code, ...]]
 """Codes of each register, by (chunk, register)."""
+
+_flat = itertools.chain.from_iterable
 
 
 class Infeasible(LayoutError):
@@ -80,7 +84,7 @@ class Region:
     units: tuple[Unit, ...]
     slots: dict[tuple[int, ...], int]
 
-    @property
+    @functools.cached_property
     def lanes(self) -> list[Lanes]:
         """Distinct accumulators by the outputs of their lanes, in order of appearance."""
         found: dict[tuple[int, ...], Lanes] = {}
@@ -124,18 +128,22 @@ def region(
     """
     tokens, channels = coordinates(role, outputs, reductions)
     codes = _codes_by_slot(layout, head_dim, vector_bytes, tokens, channels, overrun)
-    first = {row: min(byte for r, byte, _ in codes if r == row) for row in {row for row, _, _ in codes}}
-    chunks = sorted({(row, (byte - first[row]) // vector_bytes * vector_bytes + first[row]) for row, byte, _ in codes})
+    places = {(row, byte) for row, byte, _ in codes}
+    first: dict[int, int] = {}
+    for row, byte in places:
+        first[row] = min(byte, first.get(row, byte))
+    chunks = sorted({(row, (byte - first[row]) // vector_bytes * vector_bytes + first[row]) for row, byte in places})
     start = first[0]
     registers: Registers = {}
     for number, (row, byte) in enumerate(chunks):
         for index, register in enumerate(_code_registers(layout, codes, row, byte, vector_bytes)):
-            if any(code is None for code in register):
+            found = [code for code in register if code is not None]
+            if len(found) < len(register):
                 raise Infeasible(
                     f"{layout.order} {layout.packing.arrangement}: a {vector_bytes}-byte load would straddle a block "
                     f"of {tokens} tokens × {channels} channels"
                 )
-            registers[number, index] = tuple(code if role == "k" else (code[1], code[0]) for code in register if code)
+            registers[number, index] = tuple(found if role == "k" else [(r, o) for o, r in found])
     units = _integer_units(registers, layout) if integer else _float_units(registers, lanes or vector_bytes // 4)
     if (
         integer
@@ -143,7 +151,7 @@ def region(
         and any(len({i // GROUP for i in r}) > 1 for u in units for out in u.outputs for r in out.r)
     ):
         raise Infeasible(f"{layout.order} {layout.packing.arrangement}: a 32-bit lane would mix scales")
-    units.sort(key=lambda unit: (min(min(r) for out in unit.outputs for r in out.r), min(unit.outputs[0].o)))
+    units.sort(key=lambda unit: (min(_flat(_flat(out.r for out in unit.outputs))), min(unit.outputs[0].o)))
     slots = _slots(units, layout)
     return Region(
         outputs, sum(map(len, slots)), tuple((row, byte - start) for row, byte in chunks), tuple(units), slots
@@ -163,17 +171,15 @@ def _codes_by_slot(
     if overrun and is_row_major(layout):
         per_vector = max(vector_bytes * 8 // bits, layout.packing.block_codes)
         channels = -(-channels // per_vector) * per_vector
-        byte, shift = layout.packing.address(np.arange(channels))
-        return {(t, int(byte[d]), int(shift[d])): (t, d) for t in range(tokens) for d in range(channels)}
+        places = zip(*(each.tolist() for each in layout.packing.address(np.arange(channels))), strict=True)
+        return {(t, *place): (t, d) for d, place in enumerate(places) for t in range(tokens)}
     t, d = np.meshgrid(np.arange(tokens), np.arange(channels), indexing="ij")
     capacity = -(-tokens // tile) * tile
     byte, shift = layout.address(t, d, capacity, head_dim)
     row = t // tile
     byte = byte - row * layout.pitch_bytes(capacity, head_dim)
-    return {
-        (int(a), int(b), int(s)): (int(i), int(j))
-        for a, b, s, i, j in zip(row.flat, byte.flat, shift.flat, t.flat, d.flat, strict=True)
-    }
+    slots = (each.ravel().tolist() for each in np.broadcast_arrays(row, byte, shift))
+    return dict(zip(zip(*slots, strict=True), itertools.product(range(tokens), range(channels)), strict=True))
 
 
 def _code_registers(
@@ -264,8 +270,8 @@ def _float_units(registers: Registers, lanes: int) -> list[Unit]:
     for name, register in registers.items():
         outputs = []
         for start in range(0, len(register), lanes):
-            part = register[start : start + lanes]
-            outputs.append(Lanes(tuple(o for o, _ in part), tuple((r,) for _, r in part)))
+            o, r = zip(*register[start : start + lanes], strict=True)
+            outputs.append(Lanes(o, tuple(zip(r, strict=True))))
         units.append(Unit("direct", (name,), tuple(outputs)))
     return units
 
@@ -366,73 +372,111 @@ def plan(
     except LayoutError as error:
         raise Infeasible(str(error).partition(": ")[2]) from None
 
-    def cut(outputs: int, reductions: int, overrun: bool = False) -> Region:
-        return region(layout, head_dim, vector_bytes, role, integer, outputs, reductions, overrun, lanes)
-
-    grow = _plan_keys if role == "k" else _plan_values
-    return grow(layout, head_dim, cut, registers, tile, pitch)
+    operand = _Operand(layout, head_dim, vector_bytes, role, integer, lanes, tile, pitch)
+    return _grown_keys(operand, registers) if role == "k" else _grown_values(operand, registers)
 
 
-Cut = Callable[..., Region]
+@dataclass(frozen=True)
+class _Operand:
+    """What regions are cut from, whatever their size."""
+
+    layout: Layout
+    head_dim: int
+    vector_bytes: int
+    role: str
+    integer: bool
+    lanes: int
+    tile: int
+    pitch_bytes: int
+
+    def cut(self, outputs: int, reductions: int, overrun: bool = False) -> Region:
+        return region(
+            self.layout,
+            self.head_dim,
+            self.vector_bytes,
+            self.role,
+            self.integer,
+            outputs,
+            reductions,
+            overrun,
+            self.lanes,
+        )
 
 
-def _plan_keys(layout: Layout, head_dim: int, cut: Cut, registers: int, tile: int, pitch: int) -> Plan:
-    reason: Infeasible | None = None
-    for channels in (c for c in (GROUP, 2 * GROUP, 4 * GROUP) if c == GROUP or c < 2 * head_dim):
+def _grown_keys(operand: _Operand, registers: int) -> Plan:
+    reason = ""
+    for channels in (c for c in (GROUP, 2 * GROUP, 4 * GROUP) if c == GROUP or c < 2 * operand.head_dim):
         best: Plan | None = None
         for tokens in (1, 2, 4, 8, 16, 32):
-            try:
-                trips, rest = divmod(head_dim, channels)
-                main = cut(tokens, channels) if trips else None
-                tail = cut(tokens, rest, True) if rest else None
-                found = Plan(
-                    main,
-                    tail,
-                    trips,
-                    _step(layout, head_dim, 0, channels) if trips > 1 or (trips and rest) else 0,
-                    _step(layout, head_dim, tokens, 0) if tokens < tile else 0,
-                    tile,
-                    pitch,
-                )
-                _check_affine(layout, head_dim, found, tokens, channels)
-            except Infeasible as error:
-                reason = error
+            found = _keys(operand, tokens, channels)
+            if isinstance(found, str):
+                reason = found
                 continue
             if best is not None and len(found.any.lanes) > registers:
                 break
             best = found
         if best is not None:
             return best
-    assert reason is not None
-    raise reason
+    raise Infeasible(reason)
 
 
-def _plan_values(layout: Layout, head_dim: int, cut: Cut, registers: int, tile: int, pitch: int) -> Plan:
-    reason: Infeasible | None = None
+def _grown_values(operand: _Operand, registers: int) -> Plan:
+    reason = ""
     best: Plan | None = None
-    for size in (1 << i for i in range(head_dim.bit_length())):
-        try:
-            trips, rest = divmod(head_dim, size)
-            main = cut(size, TOKENS)
-            tail = cut(rest, TOKENS, True) if rest else None
-            if main.reductions != TOKENS or (tail is not None and tail.slots != main.slots):
-                raise _no_two_orders(layout)
-            step = _step(layout, head_dim, 0, size) if trips > 1 or rest else 0
-            found = Plan(main, tail, trips, step, 0, tile, pitch)
-            _check_affine(layout, head_dim, found, TOKENS, size)
-        except Infeasible as error:
-            reason = error
+    for size in (1 << i for i in range(operand.head_dim.bit_length())):
+        found = _values(operand, size)
+        if isinstance(found, str):
+            reason = found
             continue
         if best is not None and len(found.any.lanes) > registers:
             break
         best = found
     if best is None:
         try:
-            return Plan(None, cut(head_dim, TOKENS, True), 0, 0, 0, tile, pitch)
+            whole = operand.cut(operand.head_dim, TOKENS, True)
         except Infeasible:
-            assert reason is not None
-            raise reason from None
+            raise Infeasible(reason) from None
+        return Plan(None, whole, 0, 0, 0, operand.tile, operand.pitch_bytes)
     return best
+
+
+@functools.lru_cache(64)
+def _keys(operand: _Operand, tokens: int, channels: int) -> Plan | str:
+    """A plan for keys whose regions have this size, or why there is none; remembered for other counts of registers."""
+    layout, head_dim, tile = operand.layout, operand.head_dim, operand.tile
+    trips, rest = divmod(head_dim, channels)
+    try:
+        found = Plan(
+            operand.cut(tokens, channels) if trips else None,
+            operand.cut(tokens, rest, True) if rest else None,
+            trips,
+            _step(layout, head_dim, 0, channels) if trips > 1 or (trips and rest) else 0,
+            _step(layout, head_dim, tokens, 0) if tokens < tile else 0,
+            tile,
+            operand.pitch_bytes,
+        )
+        _check_affine(layout, head_dim, found, tokens, channels)
+    except Infeasible as error:
+        return str(error)
+    return found
+
+
+@functools.lru_cache(64)
+def _values(operand: _Operand, channels: int) -> Plan | str:
+    """A plan for values whose regions have so many channels, or why there is none; remembered as that of keys is."""
+    layout, head_dim = operand.layout, operand.head_dim
+    trips, rest = divmod(head_dim, channels)
+    try:
+        main = operand.cut(channels, TOKENS)
+        tail = operand.cut(rest, TOKENS, True) if rest else None
+        if main.reductions != TOKENS or (tail is not None and tail.slots != main.slots):
+            raise _no_two_orders(layout)
+        step = _step(layout, head_dim, 0, channels) if trips > 1 or rest else 0
+        found = Plan(main, tail, trips, step, 0, operand.tile, operand.pitch_bytes)
+        _check_affine(layout, head_dim, found, TOKENS, channels)
+    except Infeasible as error:
+        return str(error)
+    return found
 
 
 def _step(layout: Layout, head_dim: int, t: int, d: int) -> int:

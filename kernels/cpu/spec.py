@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
+import sys
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from ..layout import Layout
+from ..packing import Packing, packings
 from ..problem import GROUP
 from .isa import Isa
-from .mapping import Plan, plan
+from .machine import triple_of
+from .mapping import Infeasible, Plan, plan
 
 
 @dataclass(frozen=True)
@@ -72,10 +79,56 @@ class TileSpec:
 
     @property
     def symbol(self) -> str:
+        """The function's name, which no other code has, on whatever machine it is generated."""
         schedule = f"{self.pipeline} {self.rows} {self.registers} {self.prefetch}"
-        text = f"{self.layout.name} {self.head_dim} {self.isa.name} {schedule}"
-        digest = hashlib.sha256(text.encode()).hexdigest()[:10]
+        target = f"{self.isa.name} {triple_of(self.isa)}"
+        text = f"{self.layout.name} {_unpacking(self.layout.packing)} {self.head_dim} {target} {schedule}"
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
         return f"lowbit_{'dot' if self.role == 'k' else 'accumulate'}_tile_{digest}"
 
 
-_plan = functools.lru_cache(8192)(plan)
+@functools.lru_cache(256)
+def _unpacking(packing: Packing) -> str:
+    """Digest of what a packing's name leaves open: where codes lie, and the module of instructions of its own."""
+    places = np.asarray(packing.place(np.arange(packing.block_codes)), np.int64)
+    digest = hashlib.sha256(places.tobytes())
+    if packing.lower is not None:
+        # Without a source, as in an interactive session, the name has to do.
+        with suppress(OSError, TypeError):
+            digest.update(inspect.getsource(sys.modules[packing.lower.__module__]).encode())
+    return f"{packing.in_order} {digest.hexdigest()}"
+
+
+def _plan(
+    layout: Layout, head_dim: int, chunk_bytes: int, role: str, integer: bool, registers: int, lanes: int
+) -> Plan:
+    found = _planned(_as_placed(layout), head_dim, chunk_bytes, role, integer, registers, lanes)
+    if isinstance(found, str):
+        raise Infeasible(found)
+    return found
+
+
+@functools.lru_cache(4096)
+def _as_placed(layout: Layout) -> Layout:
+    """One layout for all codings that place codes alike: a plan depends on nothing else."""
+    packing = layout.packing
+    for twin in packings(packing.format):
+        if (twin.arrangement, twin.place, twin.block_codes, twin.in_order) == (
+            packing.arrangement,
+            packing.place,
+            packing.block_codes,
+            packing.in_order,
+        ):
+            return layout.with_packing(twin)
+    return layout
+
+
+@functools.lru_cache(8192)
+def _planned(
+    layout: Layout, head_dim: int, chunk_bytes: int, role: str, integer: bool, registers: int, lanes: int
+) -> Plan | str:
+    """The plan, or why there is none."""
+    try:
+        return plan(layout, head_dim, chunk_bytes, role, integer, registers, lanes)
+    except Infeasible as error:
+        return str(error)
