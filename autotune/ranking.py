@@ -128,6 +128,9 @@ class Ranker:
         order = np.argsort(predicted, kind="stable")
         self.report.select_ms += (time.perf_counter() - started) * 1e3
         predicted_us = {names[i]: float(predicted[i]) for i in order}
-        predicted_us |= {name: math.inf for name in candidates if name not in predicted_us}
+        # Where nothing is predicted, the baseline is the safest choice.
+        baseline = self.backend.baseline(problem, self.threads).name
+        unknown = sorted((name for name in candidates if name not in predicted_us), key=lambda name: name != baseline)
+        predicted_us |= dict.fromkeys(unknown, math.inf)
         ranked = {name: candidates[name] for name in predicted_us}
         return Ranked(problem, tokens, ranked, predicted_us, features)

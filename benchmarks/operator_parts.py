@@ -63,9 +63,8 @@ def main() -> None:
     for (operator, pipeline, registers), taken in times.items():
         low, middle = (1e9 * f(taken) / units for f in (np.min, np.median))
         wrong = errors[operator, pipeline, registers]
-        print(
-            f"{operator:7} {pipeline:8} registers {registers}: {low:6.2f} ns least, {middle:6.2f} median, error {wrong:.1e}"
-        )
+        line = f"{operator:7} {pipeline:8} registers {registers}"
+        print(f"{line}: {low:6.2f} ns least, {middle:6.2f} median, error {wrong:.1e}")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ closes.
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import signal
 import sys
@@ -239,6 +240,7 @@ def serve(connection: Connection) -> None:
             importlib.import_module(plugin)
         workbench = Workbench(setup, connection.send)
         allowed_cpus()
+        gc.freeze()  # what is imported stays; looking it through for garbage would slow every candidate down
     except Exception as error:
         connection.send(Refused(one_line(error)))
         return

@@ -106,23 +106,22 @@ def _operator(name: str) -> tuple[Any, Any]:
     return operators.build_attend(operand, operand), operators.build_merge(name)
 
 
-def _module(spec: TileSpec) -> ir.Module:
+def _text(spec: TileSpec) -> str:
     module = ir.Module(name="lowbit")
     emit = emit_dot_tile if spec.role == "k" else emit_accumulate_tile
     emit(module, spec)
-    return module
+    return str(module)
 
 
 @functools.lru_cache(None)
 def _loaded(spec: TileSpec) -> Any:
     """Engines stay for the life of the process: kernels hold addresses into them."""
-    return load(_module(spec), spec.isa)
+    return load(_text(spec), spec.isa)
 
 
 @functools.lru_cache(64)
 def _code(spec: TileSpec) -> Code:
-    module = _module(spec)
-    text = str(module)
+    text = _text(spec)
     plan = spec.plan
     region = plan.any
     channels = region.reductions if spec.role == "k" else region.outputs
@@ -133,7 +132,7 @@ def _code(spec: TileSpec) -> Code:
         role=spec.role,
         symbol=spec.symbol,
         ir=text,
-        assembly=assembly(module, spec.isa),
+        assembly=assembly(text, spec.isa),
         values_per_iteration=min(channels, spec.head_dim) * tokens,
         rows=spec.rows,
         packing=spec.layout.packing.name,

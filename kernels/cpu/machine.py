@@ -6,7 +6,7 @@ import functools
 import threading
 from typing import Any
 
-from llvmlite import binding, ir
+from llvmlite import binding
 
 from ..errors import CompileError
 from .isa import Isa, runs_here
@@ -35,8 +35,8 @@ def target_machine(isa: Isa, jit: bool = False) -> Any:
     return binding.Target.from_triple(triple).create_target_machine(cpu=cpu, features=isa.features, opt=3, jit=jit)
 
 
-def optimised(module: ir.Module, isa: Isa) -> Any:
-    """Parse, verify and optimise ``module``; loops keep the trip counts that the tiles were emitted with.
+def optimised(text: str, isa: Isa) -> Any:
+    """Parse, verify and optimise a module's ``text``; loops keep the trip counts that the tiles were emitted with.
 
     Raises
     ------
@@ -44,13 +44,13 @@ def optimised(module: ir.Module, isa: Isa) -> Any:
         If LLVM rejects the module.
     """
     machine = target_machine(isa)
-    module.triple = machine.triple
-    for function in module.functions:
-        # Tiles are emitted to be merged into a kernel's module; alone they must survive without a caller.
-        if not function.is_declaration:
-            function.linkage = "external"
     try:
-        parsed = binding.parse_assembly(str(module))
+        parsed = binding.parse_assembly(text)
+        parsed.triple = machine.triple
+        for function in parsed.functions:
+            # Tiles are emitted to be merged into a kernel's module; alone they must survive without a caller.
+            if not function.is_declaration:
+                function.linkage = "external"
         parsed.verify()
     except RuntimeError as error:
         raise CompileError(f"LLVM rejected the generated code: {str(error).splitlines()[0]}") from None
@@ -66,21 +66,21 @@ def optimised(module: ir.Module, isa: Isa) -> Any:
     return parsed
 
 
-def assembly(module: ir.Module, isa: Isa) -> str:
-    """Assembly text of ``module`` for ``isa``."""
+def assembly(text: str, isa: Isa) -> str:
+    """Assembly of a module's ``text`` for ``isa``."""
     with _LOCK:
         machine = target_machine(isa)
         machine.set_asm_verbosity(True)
-        return str(machine.emit_assembly(optimised(module, isa)))
+        return str(machine.emit_assembly(optimised(text, isa)))
 
 
-def load(module: ir.Module, isa: Isa) -> Any:
-    """Machine code of ``module`` in this process: an engine whose ``get_function_address`` names its functions.
+def load(text: str, isa: Isa) -> Any:
+    """Machine code of a module's ``text`` in this process: an engine with a ``get_function_address``.
 
     Code is compiled for ``isa`` and not for the host, so that a simulated smaller machine runs what it would run.
     """
     with _LOCK:
-        parsed = optimised(module, isa)
+        parsed = optimised(text, isa)
         engine = binding.create_mcjit_compiler(parsed, target_machine(isa, jit=True))
         engine.finalize_object()
         return engine

@@ -390,17 +390,20 @@ class _Operand:
     pitch_bytes: int
 
     def cut(self, outputs: int, reductions: int, overrun: bool = False) -> Region:
-        return region(
-            self.layout,
-            self.head_dim,
-            self.vector_bytes,
-            self.role,
-            self.integer,
-            outputs,
-            reductions,
-            overrun,
-            self.lanes,
-        )
+        found = _cut(self, outputs, reductions, overrun and is_row_major(self.layout))
+        if isinstance(found, str):
+            raise Infeasible(found)
+        return found
+
+
+@functools.lru_cache(8)
+def _cut(operand: _Operand, outputs: int, reductions: int, overrun: bool) -> Region | str:
+    """A region, or why there is none; the largest one is asked for twice when nothing fits."""
+    o = operand
+    try:
+        return region(o.layout, o.head_dim, o.vector_bytes, o.role, o.integer, outputs, reductions, overrun, o.lanes)
+    except Infeasible as error:
+        return str(error)
 
 
 def _grown_keys(operand: _Operand, registers: int) -> Plan:
@@ -423,7 +426,10 @@ def _grown_keys(operand: _Operand, registers: int) -> Plan:
 def _grown_values(operand: _Operand, registers: int) -> Plan:
     reason = ""
     best: Plan | None = None
+    lanes = operand.lanes or operand.vector_bytes // 4
     for size in (1 << i for i in range(operand.head_dim.bit_length())):
+        if best is not None and size > registers * lanes:
+            break  # so many outputs have more accumulators for certain
         found = _values(operand, size)
         if isinstance(found, str):
             reason = found

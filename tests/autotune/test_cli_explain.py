@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,65 +12,31 @@ import pytest
 from click.testing import CliRunner
 from lowbit.autotune.cli import autotune
 from lowbit.autotune.explain import Knowledge, explain
+from lowbit.autotune.kept import KeptTiles
 from lowbit.costmodel.assembly import CLASSES
 from lowbit.costmodel.bandwidth import Bandwidth, BandwidthPoint
 from lowbit.costmodel.device import detect
 from lowbit.costmodel.lep import Coefficients
 from lowbit.db.records import Measurement, Winner
 from lowbit.db.store import Store
-from lowbit.kernels.backend import Backend, Code, Rejected
-from lowbit.kernels.candidate import Candidate, Schedule
-from lowbit.kernels.errors import CompileError
-from lowbit.kernels.layout import Layout
+from lowbit.kernels.errors import DatabaseError
 from lowbit.kernels.packing import packings
-from lowbit.kernels.problem import Problem
+from lowbit.search.messages import Count, Counted, Request, Setup
+from lowbit.search.tiles import TileCounter
+from lowbit.search.worker import Workbench
 
-PROBLEM = Problem("qk", 8, 2, 64, "w4a8")
-TOKENS = 256
-SHIFTS = {"int4/contiguous/signed": 8, "int4/contiguous/offset": 6, "int4/planes/signed": 3, "int4/planes/offset": 2}
-"""Unpacking instructions for 64 values with 4 rows in a pass; a pass of 2 rows needs one more. Others are rejected."""
+HERE = str(Path(__file__).parent)
+sys.path.insert(0, HERE)
 
+from hand_written import PROBLEM, SHIFTS, TOKENS, HandWritten, PartlyUncountable, assembly, candidate  # noqa: E402
 
-def candidate(packing: str, rows: int, pipeline: str = "integer", order: str = "T D") -> Candidate:
-    return Candidate(Layout.parse(f"{order} | {packing}"), None, pipeline, Schedule(rows, 1, 32, 1, 0, 1))
-
-
-def assembly(shifts: int) -> str:
-    """A loop that loads, shifts ``shifts`` times, and multiplies into an accumulator."""
-    body = "".join("\tvpsrlw $4, %ymm1, %ymm1\n" for _ in range(shifts))
-    return (
-        "tile:\n.LBB0_1:\n\tvmovdqu (%rdi), %ymm1\n"
-        f"{body}\tvpdpbusd (%rsi), %ymm1, %ymm0\n\taddq $32, %rdi\n\tdecq %rdx\n\tjne .LBB0_1\n\tretq\n.Lfunc_end0:\n"
-    )
+TOOLCHAIN = "by hand 1"
 
 
-class HandWritten(Backend):
-    name = "cpu"
-
-    def target(self) -> str:
-        return "by_hand"
-
-    def toolchain(self) -> str:
-        return "by hand 1"
-
-    def space(self, problem: Problem, threads: int) -> Iterator[Candidate | Rejected]:
-        for packing in packings(problem.storage.format):
-            for rows in (2, 4):
-                made = candidate(packing.name, rows)
-                yield made if packing.name in SHIFTS else Rejected(made, f"{packing.arrangement} does not fit")
-        yield candidate("int4/contiguous/signed", 4, "float")
-
-    def baseline(self, problem: Problem, threads: int) -> Candidate:
-        return candidate("int4/contiguous/signed", 4, "float")
-
-    def compile(self, problem: Problem, candidate: Candidate) -> Any:
-        raise AssertionError("explaining runs nothing")
-
-    def code(self, problem: Problem, candidate: Candidate) -> list[Code]:
-        assert candidate.k is not None
-        packing, rows = candidate.k.packing.name, candidate.schedule.rows
-        shifts = 0 if candidate.pipeline == "float" else SHIFTS[packing] + (rows == 2)
-        return [Code("k", "tile", "define void @tile()", assembly(shifts), 64, rows, packing)]
+@pytest.fixture(autouse=True)
+def backends_importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers inherit ``sys.path``, and import the backends from here."""
+    monkeypatch.syspath_prepend(HERE)
 
 
 def coefficients(first_gbps: float = 10.0) -> Coefficients:
@@ -80,13 +47,38 @@ def coefficients(first_gbps: float = 10.0) -> Coefficients:
     return Coefficients("extended", values, Bandwidth(points), 1)
 
 
-def answer(knowledge: Knowledge, protocol: str = "warm") -> Any:
+class InProcess:
+    """A crew of one that works here, and notes what it is asked to count."""
+
+    def __init__(self, setup: Setup, size: int = 1) -> None:
+        self._bench = Workbench(setup, lambda stage: None)
+        self.asked: list[str] = []
+
+    def __enter__(self) -> InProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def work(self, requests: Sequence[Request], until: float | None = None) -> Iterator[tuple[Request, Any]]:
+        for request in requests:
+            assert isinstance(request, Count)
+            self.asked += [symbol for symbol, _ in request.tiles]
+            reply = self._bench.answer(request)
+            assert isinstance(reply, Counted)
+            yield request, reply
+
+
+def answer(knowledge: Knowledge, protocol: str = "warm", backend: type[HandWritten] = HandWritten) -> Any:
     seen: list[tuple[str, int, int | None]] = []
 
     def report(phase: str, done: int, total: int | None, message: str) -> None:
         seen.append((phase, done, total))
 
-    explained = explain(PROBLEM, TOKENS, 1, HandWritten(), detect(), knowledge, protocol, report)
+    crew: Any = InProcess(Setup(f"hand_written:{backend.__name__}"))
+    with KeptTiles(None) as tiles:
+        counter = TileCounter(backend(), crew, tiles, TOOLCHAIN)
+        explained = explain(PROBLEM, TOKENS, 1, counter, detect(), knowledge, protocol, report)
     assert seen[-1][1] == seen[-1][2]
     return explained
 
@@ -126,16 +118,8 @@ def test_cold_predictions_wait_for_memory() -> None:
     assert cold.terms_us["memory"] == pytest.approx(cold.choice.features.bytes * (1 / 10 - 1 / 20) * 1e-3)
 
 
-def test_code_that_cannot_be_counted_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = HandWritten.code
-
-    def partly(self: HandWritten, problem: Problem, candidate: Candidate) -> list[Code]:
-        if "planes" in candidate.layout:
-            raise CompileError("no loop here")
-        return whole(self, problem, candidate)
-
-    monkeypatch.setattr(HandWritten, "code", partly)
-    explained = answer(Knowledge())
+def test_code_that_cannot_be_counted_is_left_out_and_said() -> None:
+    explained = answer(Knowledge(), backend=PartlyUncountable)
     assert explained.uncounted == {"no loop here": 4}
     assert explained.unpack_ops_per_32 == {"contiguous": 3.0}
 
@@ -160,7 +144,7 @@ def test_a_stored_winner_is_the_choice_and_the_fastest_measured_one_the_runner_u
         provenance="measured", median_us=5.0, samples=9, protocol="warm", toolchain="by hand 1",
     )  # fmt: skip
     timings = {each.name: measured(each.name, time_us) for each, time_us in ((best, 5.0), (second, 6.0))}
-    explained = answer(Knowledge(coefficients(), {}, timings, winner))
+    explained = answer(Knowledge(coefficients(), timings, winner))
     assert explained.provenance == "measured"
     assert (explained.choice.candidate, explained.choice.median_us) == (best, 5.0)
     assert (explained.runner_up.candidate, explained.runner_up.median_us) == (second, 6.0)
@@ -168,8 +152,8 @@ def test_a_stored_winner_is_the_choice_and_the_fastest_measured_one_the_runner_u
 
 @pytest.fixture
 def by_hand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The command with the hand-written backend, and a database with a calibration and a winner of this device."""
-    monkeypatch.setattr("lowbit.search.worker.resolve_backend", lambda name: HandWritten())
+    """A database with a calibration and a winner of this device; the command counts in this process."""
+    monkeypatch.setattr("lowbit.search.crew.Crew", InProcess)
     path = tmp_path / "t.db"
     device = detect().fingerprint
     name = candidate("int4/planes/signed", 2).name
@@ -184,7 +168,10 @@ def by_hand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return path
 
 
-ARGUMENTS = ("--operator", "qk", "--heads", "8", "--kv-heads", "2", "--head-dim", "64", "--precision", "w4a8")
+ARGUMENTS = (
+    *("--device", "hand_written:HandWritten", "--operator", "qk", "--precision", "w4a8"),
+    *("--heads", "8", "--kv-heads", "2", "--head-dim", "64"),
+)
 
 
 def run(path: Path, *more: str) -> Any:
@@ -194,8 +181,7 @@ def run(path: Path, *more: str) -> Any:
     return result
 
 
-def test_json_is_one_object_and_the_database_stays_as_it_was(by_hand: Path) -> None:
-    before = by_hand.read_bytes()
+def test_json_is_one_object(by_hand: Path) -> None:
     explained = json.loads(run(by_hand, "--json").stdout)
     assert explained["unpack_ops_per_32"] == {"contiguous": 3.0, "planes": 1.0}
     assert (explained["problem"], explained["tokens"], explained["isa"]) == (PROBLEM.key, TOKENS, "by_hand")
@@ -205,7 +191,41 @@ def test_json_is_one_object_and_the_database_stays_as_it_was(by_hand: Path) -> N
     assert explained["choice"]["predicted_us"] == pytest.approx(sum(explained["choice"]["terms_us"].values()))
     assert explained["runner_up"]["pipeline"] == "float"
     assert "code" not in explained
+
+
+def test_counts_are_kept_and_nothing_else_changes(by_hand: Path) -> None:
+    with Store.open(by_hand) as store:
+        counts = store.info()["counts"]
+    first = run(by_hand, "--json").stdout
+    with Store.open(by_hand, "read") as store:
+        # Four packings that are legal, each with two numbers of rows, and the float pipeline.
+        assert store.info()["counts"] == {**counts, "tiles": 9}
+        assert {f"{each}_integer_2" for each in ("int4_planes_signed", "int4_contiguous_offset")} < set(
+            store.tiles(TOOLCHAIN)
+        )
+    before = by_hand.read_bytes()
+    assert run(by_hand, "--json").stdout == first
     assert by_hand.read_bytes() == before
+
+
+def test_a_database_that_cannot_be_written_is_only_read(by_hand: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(path: Path) -> Any:
+        raise DatabaseError(f"{path} cannot be written")
+
+    before = by_hand.read_bytes()
+    monkeypatch.setattr("lowbit.db.session.open_for_tuning", refuses)
+    explained = json.loads(run(by_hand, "--json").stdout)
+    assert explained["provenance"] == "verified"
+    assert by_hand.read_bytes() == before
+
+
+def test_the_command_counts_in_workers(by_hand: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = run(by_hand, "--json").stdout
+    monkeypatch.undo()
+    monkeypatch.syspath_prepend(HERE)
+    with Store.open(by_hand) as store:
+        store.put_tiles(TOOLCHAIN, {symbol: {} for symbol in store.tiles(TOOLCHAIN)})
+    assert run(by_hand, "--json").stdout == here
 
 
 def test_a_winner_of_another_toolchain_is_named_but_not_considered(
@@ -220,8 +240,8 @@ def test_a_winner_of_another_toolchain_is_named_but_not_considered(
 
 def test_json_with_code_holds_ir_and_assembly(by_hand: Path) -> None:
     (code,) = json.loads(run(by_hand, "--json", "--code").stdout)["code"]
-    assert code["assembly"] == assembly(SHIFTS["int4/planes/signed"] + 1)
-    assert code["ir"] == "define void @tile()"
+    assert code["assembly"] == assembly("int4_planes_signed_integer_2", SHIFTS["int4/planes/signed"] + 1)
+    assert code["ir"] == "define void @int4_planes_signed_integer_2()"
 
 
 def test_people_see_the_counts_and_the_code_on_request(by_hand: Path) -> None:
@@ -229,10 +249,10 @@ def test_people_see_the_counts_and_the_code_on_request(by_hand: Path) -> None:
     for words in ("int4/planes/offset", "1.00", "2 vpsrlw", "lane_interleaved does not fit", "verified", "shift"):
         assert words in shown
     assert "vpdpbusd" not in shown
-    assert assembly(SHIFTS["int4/planes/signed"] + 1) in run(by_hand, "--code").stdout
+    assert assembly("int4_planes_signed_integer_2", SHIFTS["int4/planes/signed"] + 1) in run(by_hand, "--code").stdout
 
 
 def test_another_instruction_set_is_named_or_refused() -> None:
-    result = CliRunner().invoke(autotune, ["explain", *ARGUMENTS, "--isa", "mmx"])
+    result = CliRunner().invoke(autotune, ["explain", *ARGUMENTS, "--device", "cpu", "--isa", "mmx"])
     assert result.exit_code == 3
     assert "mmx" in result.stderr

@@ -47,6 +47,20 @@ def test_time_left_follows_from_the_pace_of_the_phase() -> None:
     assert stream.getvalue().splitlines()[-1] == "timing: 30/100, about 3 min 30 s left"
 
 
+def test_time_left_counts_from_when_the_total_was_known() -> None:
+    stream, clock = io.StringIO(), Clock()
+    progress = LineProgress(stream, interval_s=1, clock=clock)
+    for known, message in ((900, "first"), (500, "second")):
+        progress.update("features", 0, None, message)
+        clock.now_s += 2
+        progress.update("features", known, 1000, message)
+        clock.now_s += 10
+        progress.update("features", known + 10, 1000, message)
+    lines = stream.getvalue().splitlines()
+    assert "features: 910/1000, about 1 min 30 s left  first" in lines
+    assert lines[-1] == "features: 510/1000, about 8 min 10 s left  second"
+
+
 def test_an_unknown_total_shows_the_count_alone() -> None:
     stream = io.StringIO()
     LineProgress(stream).update("space", 12, None, "attend")

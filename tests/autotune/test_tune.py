@@ -23,6 +23,7 @@ from lowbit.costmodel.bandwidth import Bandwidth, BandwidthPoint
 from lowbit.costmodel.calibrate import Calibration
 from lowbit.costmodel.device import detect
 from lowbit.costmodel.lep import EXTENDED, TWO_TERM, Coefficients
+from lowbit.costmodel.tile import count
 from lowbit.db.records import Winner
 from lowbit.db.store import Store
 from lowbit.kernels.candidate import Candidate
@@ -166,6 +167,37 @@ def test_without_budget_the_prediction_decides(db: Path) -> None:
     report = tune([PROBLEM], TOKENS, options(db, budget_s=1e-9))
     assert [d.choice.provenance for d in report.decisions] == ["predicted", "predicted"]
     assert measurement_rows(db) == 0
+    candidates, _ = fake_space()
+    assert report.as_dict()["space"]["unpredicted"] == {"not counted within the budget": len(candidates)}
+
+
+def test_what_is_counted_is_ranked_before_what_the_budget_left_out(db: Path) -> None:
+    first, *rest = fake_space()[0]
+    device, toolchain = detect().fingerprint, FakeBackend().toolchain()
+    with Store.open(db) as store:
+        store.put_tiles(
+            toolchain, {code.symbol: count(code).as_dict() for code in FakeBackend().code(PROBLEM, rest[1])}
+        )
+    report = tune([PROBLEM], [40], options(db, "lep", budget_s=1e-9))
+    (decision,) = report.decisions
+    assert decision.choice.candidate.layout == rest[1].layout != first.layout
+    assert decision.choice.predicted_us is not None
+    with Store.open(db, mode="read") as store:
+        known = set(store.features(device, PROBLEM.key, 40, toolchain))
+    assert known == {each.name for each in rest if each.layout == rest[1].layout}
+    assert report.unpredicted.total() == 1 + len(rest) - len(known)
+
+
+def test_features_are_stored_for_whoever_asks_the_database(db: Path) -> None:
+    tune([PROBLEM], TOKENS, options(db, "lep"))
+    device, toolchain = detect().fingerprint, FakeBackend().toolchain()
+    candidates, _ = fake_space()
+    with Store.open(db, mode="read") as store:
+        short, long = (store.features(device, PROBLEM.key, each, toolchain) for each in TOKENS)
+        tiles = store.tiles(toolchain)
+    assert set(short) == set(long) == {each.name for each in candidates if each.schedule.prefetch != REFUSES}
+    assert [short[candidates[0].name]["exponentials"], long[candidates[0].name]["exponentials"]] == [2 * 40, 2 * 90]
+    assert sorted(tiles) == ["k_0_0", "k_1_0", "v_0_0", "v_1_0"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

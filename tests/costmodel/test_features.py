@@ -5,6 +5,7 @@ import json
 import pytest
 from lowbit.costmodel.assembly import CLASSES
 from lowbit.costmodel.features import Features, features
+from lowbit.costmodel.tile import TileCounts, count
 from lowbit.costmodel.traffic import call_bytes
 from lowbit.kernels.backend import Code
 from lowbit.kernels.candidate import Candidate, Schedule
@@ -16,20 +17,22 @@ SCHEDULE = Schedule(rows=4, registers=1, block=32, splits=3, prefetch=0, threads
 LAYOUT = Layout.parse("T/16 D/4 t16 d4 | int4/planes/offset")
 
 # 64 values an iteration: two loads, two unpacking instructions, a dot with its load, a scalar add, a branch.
-K = "f:\n.LA: # %once.per.64.values.\n\tvmovdqu (%rdi,%rax), %ymm0\n\tvpand %ymm7, %ymm0, %ymm1\n\tvpsrlw $4, %ymm1, %ymm1\n"
-K += "\tvpdpbusd (%rsi,%rax), %ymm1, %ymm6\n\taddq $32, %rax\n\tjne .LA\n\tretq\n.Lfunc_end0:\n"
+K = "f:\n.LA: # %once.per.64.values.\n\tvmovdqu (%rdi,%rax), %ymm0\n\tvpand %ymm7, %ymm0, %ymm1\n"
+K += "\tvpsrlw $4, %ymm1, %ymm1\n\tvpdpbusd (%rsi,%rax), %ymm1, %ymm6\n"
+K += "\taddq $32, %rax\n\tjne .LA\n\tretq\n.Lfunc_end0:\n"
 # 16 values an iteration: a converting load, an FMA, a branch.
-V = "f:\n.LA: # %once.per.16.values.\n\tvcvtph2ps (%rdi,%rax), %ymm0\n\tvfmadd231ps %ymm0, %ymm5, %ymm6\n\tjne .LA\n\tretq\n.Lfunc_end0:\n"
+V = "f:\n.LA: # %once.per.16.values.\n\tvcvtph2ps (%rdi,%rax), %ymm0\n"
+V += "\tvfmadd231ps %ymm0, %ymm5, %ymm6\n\tjne .LA\n\tretq\n.Lfunc_end0:\n"
 
 
-def codes(k_rows: int = 4, v_rows: int = 8) -> list[Code]:
-    return [Code("k", "f", "", K, 64, k_rows, "p"), Code("v", "f", "", V, 16, v_rows, "p")]
+def tiles(k_rows: int = 4, v_rows: int = 8) -> list[TileCounts]:
+    return [count(Code("k", "f", "", K, 64, k_rows, "p")), count(Code("v", "f", "", V, 16, v_rows, "p"))]
 
 
 def test_features_of_an_attention_call() -> None:
     problem = Problem("attend", heads=12, kv_heads=2, head_dim=128, precision="w4a8", query_rows=2)
     candidate = Candidate(LAYOUT, LAYOUT, "integer", SCHEDULE)
-    found = features(problem, candidate, 100, codes(), 64)
+    found = features(problem, candidate, 100, tiles(), 64)
     # 12 rows meet a head: 3 passes of 4 over the keys, 2 of 8 over the values. 100 tokens are 4 blocks of 32.
     k_iterations = 3 * 2 * 128 * 128 / 64
     v_iterations = 2 * 2 * 128 * 128 / 16
@@ -58,7 +61,7 @@ def test_features_of_an_attention_call() -> None:
 def test_features_of_one_operand(operator: str, role: int) -> None:
     problem = Problem(operator, heads=4, kv_heads=2, head_dim=64, precision="w4a8")
     candidate = Candidate(None if role else LAYOUT, LAYOUT if role else None, "integer", SCHEDULE)
-    found = features(problem, candidate, 64, [codes()[role]], 64)
+    found = features(problem, candidate, 64, [tiles()[role]], 64)
     # The loop's branch, and a return for each of 2 heads × 2 blocks.
     assert found.instructions["branch"] == 2 * 64 * 64 / (16 if role else 64) + 4
     assert found.exponentials == 0
@@ -69,12 +72,12 @@ def test_features_of_one_operand(operator: str, role: int) -> None:
 def test_a_candidate_without_the_layout_is_refused() -> None:
     problem = Problem("sv", heads=1, kv_heads=1, head_dim=64, precision="w4a8")
     with pytest.raises(LayoutError, match="'v'"):
-        features(problem, Candidate(LAYOUT, None, "integer", SCHEDULE), 64, [codes()[1]], 64)
+        features(problem, Candidate(LAYOUT, None, "integer", SCHEDULE), 64, [tiles()[1]], 64)
     with pytest.raises(ProblemError, match="tokens"):
-        features(problem, Candidate(None, LAYOUT, "integer", SCHEDULE), 0, [codes()[1]], 64)
+        features(problem, Candidate(None, LAYOUT, "integer", SCHEDULE), 0, [tiles()[1]], 64)
 
 
 def test_features_survive_json() -> None:
     problem = Problem("attend", heads=4, kv_heads=2, head_dim=64, precision="w4a8")
-    found = features(problem, Candidate(LAYOUT, LAYOUT, "integer", SCHEDULE), 50, codes(), 128)
+    found = features(problem, Candidate(LAYOUT, LAYOUT, "integer", SCHEDULE), 50, tiles(), 128)
     assert Features.from_dict(json.loads(json.dumps(found.as_dict()))) == found

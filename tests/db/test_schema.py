@@ -101,7 +101,15 @@ def test_every_foreign_key_leads_somewhere_and_is_indexed(path: Path) -> None:
     db = Database(path)
     keys = {(table.name, key.column, key.other_table) for table in db.tables for key in table.foreign_keys}
     assert {other for _, _, other in keys} <= set(db.table_names())
-    assert {table for table, _, _ in keys} >= {"spaces", "rejections", "features", "measurements", "winners", "ties"}
+    assert {table for table, _, _ in keys} >= {
+        "spaces",
+        "rejections",
+        "tiles",
+        "features",
+        "measurements",
+        "winners",
+        "ties",
+    }
     assert set(db.view_names()) == {"best", "timings", "pruned"}
     for view in db.views:
         assert view.count == 0

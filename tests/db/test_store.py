@@ -100,6 +100,7 @@ def test_everything_is_there_after_reopening(path: Path) -> None:
     with Store.open(path) as store:
         store.put_device("d", {"description": "A chip", "isa": "avx2", "cores": 2, "caches": [1, 2]})
         store.put_space(PROBLEM, "d", ["a", NAME], rejected)
+        store.put_tiles("t1", {"f": {"rows": 4}})
         store.put_features("d", PROBLEM, 512, {"a": {"bytes": 64, "instructions": {"dot": 2.5}}}, "t1")
         store.put_calibration("d", 2, {"alpha": 0.5}, "t1")
         store.put_winner(winner())
@@ -107,6 +108,7 @@ def test_everything_is_there_after_reopening(path: Path) -> None:
         assert store.devices() == {"d": {"description": "A chip", "isa": "avx2", "cores": 2, "caches": [1, 2]}}
         assert store.space(PROBLEM, "d") == (["a", NAME], rejected)
         assert store.features("d", PROBLEM, 512, "t1") == {"a": {"bytes": 64, "instructions": {"dot": 2.5}}}
+        assert store.tiles("t1") == {"f": {"rows": 4}}
         assert store.calibration("d", 2) == {"alpha": 0.5}
         assert [replace(w, created="") for w in store.winners()] == [replace(winner(), created="")]
 
@@ -127,6 +129,19 @@ def test_put_features_replaces_candidates_and_keeps_the_rest(store: Store) -> No
     store.put_features("d", PROBLEM, 1024, {"c7": {"bytes": -2}}, "t1")
     assert store.features("d", PROBLEM, 512, "t1") == {**many, "c7": {"bytes": -1}, "new": {"bytes": 1}}
     assert store.features("d", PROBLEM, 512, "t2") == {}
+
+
+def test_tiles_are_kept_by_symbol_and_toolchain(store: Store) -> None:
+    many = {f"tile_{n}": {"rows": n, "parts": [{"share": None, "counts": {"dot": n}}]} for n in range(1200)}
+    store.put_tiles("t1", many)
+    store.put_tiles("t2", {"tile_7": {"rows": -2}})
+    store.put_tiles("t1", {"tile_7": {"rows": -1}, "new": {"rows": 1}})
+    assert store.tiles("t1") == {**many, "tile_7": {"rows": -1}, "new": {"rows": 1}}
+    assert store.tiles("t1", [*many, "unknown"]) == {**many, "tile_7": {"rows": -1}}
+    assert store.tiles("t1", ["tile_7", "new"]) == {"tile_7": {"rows": -1}, "new": {"rows": 1}}
+    assert store.tiles("t1", []) == store.tiles("t3") == {}
+    assert store.tiles("t2") == {"tile_7": {"rows": -2}}
+    assert store.info()["counts"]["tiles"] == 1202
 
 
 def test_calibration_is_the_newest_of_its_threads(store: Store) -> None:

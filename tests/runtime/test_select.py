@@ -67,6 +67,9 @@ class FakeBackend(Backend):
         self.compiled.append(candidate)
         return FakeKernel(problem, candidate)
 
+    def tiles(self, problem: Problem, candidate: Candidate) -> tuple[str, ...]:
+        raise AssertionError("a decoder counts nothing")
+
     def code(self, problem: Problem, candidate: Candidate) -> list[Code]:
         return []
 

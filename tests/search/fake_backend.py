@@ -22,6 +22,9 @@ from lowbit.kernels.quantize import Quantized, quantize
 from lowbit.kernels.reference import Operands, reference
 
 OK, SEGV, ILLEGAL, HANG, WRONG, NAN, REFUSES, COMPILER_DIES, RAISES, WRONG_AT_33, EXITS, COMPILER_HANGS = range(12)
+COMPILERS = (REFUSES, COMPILER_DIES, COMPILER_HANGS)
+TILE_LOG = "FAKE_TILE_LOG"
+"""Environment variable: a file in which every tile function that is generated gets a line."""
 PROBLEM = Problem("attend", 2, 1, 32, "fp16")
 LAYOUTS = ("T D | fp16", "T/16 D/4 t16 d4 | fp16", "T D | fp16 | pad 64")
 
@@ -102,10 +105,33 @@ class FakeBackend(Backend):
             time.sleep(1)
         return FakeKernel(problem, candidate)
 
+    def tiles(self, problem: Problem, candidate: Candidate) -> tuple[str, ...]:
+        """One tile for each operand, layout and behaviour of the compiler."""
+        assert candidate.k is not None
+        behaviour = candidate.schedule.prefetch
+        place = f"{LAYOUTS.index(candidate.k.name)}_{behaviour if behaviour in COMPILERS else OK}"
+        return f"k_{place}", f"v_{place}"
+
     def code(self, problem: Problem, candidate: Candidate) -> list[Code]:
-        if candidate.schedule.prefetch == REFUSES:
+        return [self.tile(problem, candidate, symbol) for symbol in self.tiles(problem, candidate)]
+
+    def tile(self, problem: Problem, candidate: Candidate, symbol: str) -> Code:
+        """A loop with as many shifts as the layout's place in `LAYOUTS`; what is made is noted in a file."""
+        log = os.environ.get(TILE_LOG)
+        if log:
+            with open(log, "a") as file:
+                file.write(f"{symbol}\n")
+        behaviour = candidate.schedule.prefetch
+        if behaviour == REFUSES:
             raise CompileError("no such instruction")
-        return []
+        if behaviour == COMPILER_DIES:
+            os.kill(os.getpid(), signal.SIGABRT)
+        while behaviour == COMPILER_HANGS:
+            time.sleep(1)
+        shifts = "\tvpsrlw $4, %ymm1, %ymm1\n" * int(symbol.split("_")[1])
+        body = f"\tvmovdqu (%rdi), %ymm1\n{shifts}\tvfmadd231ps (%rsi), %ymm1, %ymm0\n\taddq $32, %rdi\n"
+        text = f"{symbol}:\n.LBB0_1:\n{body}\tdecq %rdx\n\tjne .LBB0_1\n\tretq\n.Lfunc_end0:\n"
+        return Code(symbol[0], symbol, "", text, 16, candidate.schedule.rows, "fp16")
 
 
 class BrokenBackend(FakeBackend):
