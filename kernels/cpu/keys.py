@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from ..problem import GROUP
 from .fold import fold
-from .mapping import TOKENS, Lanes, Plan, Region
+from .mapping import TOKENS, Lanes, Region
 from .multiply import IntegerDots, SmallOperand, Unpacker, arranged, float_offset, integer_form, widened
+from .plan import Plan
 from .share import Share
 from .spec import TileSpec
 from .vector import BYTES, F32, HALF, I8, I32, I64, VOID, Emitter, Value

@@ -16,7 +16,8 @@ from ..packing import Packing, packings
 from ..problem import GROUP
 from .isa import Isa
 from .machine import triple_of
-from .mapping import Infeasible, Plan, plan
+from .mapping import Infeasible
+from .plan import Plan, plan
 
 
 @dataclass(frozen=True)

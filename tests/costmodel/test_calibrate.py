@@ -10,7 +10,8 @@ from lowbit.costmodel.bandwidth import sizes
 from lowbit.costmodel.calibrate import Calibration, calibrate
 from lowbit.costmodel.device import CacheLevel, detect
 from lowbit.costmodel.lep import predict_many
-from lowbit.costmodel.microbench import LOOPS, Bench, compile_loops, write_loops
+from lowbit.costmodel.microbench import Bench, compile_loops
+from lowbit.costmodel.microloops import LOOPS, write_loops
 from lowbit.costmodel.unpack import instruction_counts, unpack_ops_per_32
 from lowbit.kernels.backend import Code
 from lowbit.kernels.cpu.isa import ISAS

@@ -4,7 +4,8 @@ import random
 
 import numpy as np
 import pytest
-from lowbit.kernels.cpu.mapping import TOKENS, Infeasible, plan
+from lowbit.kernels.cpu.mapping import TOKENS, Infeasible
+from lowbit.kernels.cpu.plan import plan
 from lowbit.kernels.cpu.space import mirrored, orders
 from lowbit.kernels.layout import Layout
 from lowbit.kernels.packed import pack

@@ -7,7 +7,7 @@ import re
 
 import llvmlite.binding as llvm
 import numpy as np
-from lowbit.kernels.cpu.backend import _module
+from lowbit.kernels.cpu.backend import _text
 from lowbit.kernels.cpu.keys import preparation
 from lowbit.kernels.cpu.values import scratch_bytes
 from lowbit.kernels.packed import aligned_zeros, pack
@@ -97,7 +97,7 @@ class Tile:
 
     def __init__(self, spec):
         self.spec = spec
-        self._engine = compiled(simulated(str(_module(spec)).replace("linkonce_odr", "")))
+        self._engine = compiled(simulated(_text(spec).replace("linkonce_odr", "")))
         arguments = "ppiipppi" if spec.role == "k" else "ppiipippi"
         kinds = {"p": ctypes.c_void_p, "i": ctypes.c_int64}
         signature = ctypes.CFUNCTYPE(None, *(kinds[a] for a in arguments))
