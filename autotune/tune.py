@@ -36,6 +36,8 @@ from .ranking import Ranked, Ranker, as_timed
 CALIBRATION_S = {False: 40.0, True: 10.0}
 QUICK_SCREEN = Effort(min_rounds=3, max_rounds=6, target_spread=0.1)
 QUICK_FINAL = Effort(min_rounds=6, max_rounds=12, target_spread=0.05)
+COUNTING_SHARE = 0.6
+"""Of what a budget leaves after calibration, the part that counting instructions may take."""
 WORKER_BYTES = 512 << 20
 BYTES_PER_VALUE = 24
 """What a worker holds for each key and value while it makes operands: float32 values, quantised ones, temporaries."""
@@ -122,17 +124,24 @@ class _Run:
         with Crew(setup, size, self.options.deadlines_s) as crew:
             bench = self._bench(crew, setup)
             ranker = Ranker(
-                self.backend,
-                self.device,
-                self.threads,
-                bench,
-                calibration.extended,
-                self.progress,
-                self.report,
-                None if self.options.budget_s is None else self.started + self.options.budget_s,
+                self.backend, self.device, self.threads, bench, calibration.extended, self.progress, self.report
             )
-            ranked = [each for problem in problems for each in ranker.rank(problem, tokens)]
+            ranked = []
+            counted_by = self._counting_deadline()
+            for number, problem in enumerate(problems):
+                until = None
+                if counted_by is not None:
+                    now = time.monotonic()
+                    until = now + max(counted_by - now, 0.0) / (len(problems) - number)
+                ranked += replace(ranker, until=until).rank(problem, tokens)
             self._decide(ranked, bench, calibration)
+
+    def _counting_deadline(self) -> float | None:
+        """When counting has to stop, so that a short budget leaves time to measure something."""
+        if self.options.budget_s is None:
+            return None
+        now = time.monotonic()
+        return now + COUNTING_SHARE * max(self.started + self.options.budget_s - now, 0.0)
 
     # -- what everything rests on ---------------------------------------------------------------------------------
 
