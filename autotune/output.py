@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -32,7 +33,7 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], lines: bool = False) -> None:
     """Print a table.
 
     Parameters
@@ -41,8 +42,10 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
         Headings; ``>`` in front right-aligns the column.
     rows : sequence of sequences
         Cells, printed with ``str``; None is an empty cell.
+    lines : bool
+        Whether to rule a line between rows.
     """
-    table = Table()
+    table = Table(show_lines=lines)
     for column in columns:
         table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
     for row in rows:
@@ -51,6 +54,38 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else _PIPED_WIDTH, highlight=False)
     console.print(Text(title, style="bold"))
     console.print(table)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a table of winners says about one."""
+
+    problem: str
+    tokens: str
+    candidate: str
+    provenance: str
+    predicted_us: float | None
+    median_us: float | None
+    speedup: float | None
+    bandwidth_share: float | None
+    ties: int
+
+
+def print_winners(title: str, results: Sequence[Result]) -> None:
+    """Print winners: a few lines each, so that layouts stay whole on a narrow terminal."""
+    rows = []
+    for each in results:
+        known = (
+            ("measured", microseconds(each.median_us), " µs"),
+            ("predicted", microseconds(each.predicted_us), " µs"),
+            ("vs row-major", times(each.speedup), ""),
+            ("of bandwidth", percent(each.bandwidth_share), ""),
+            ("ties", str(each.ties) if each.ties else None, ""),
+        )
+        result = [each.provenance, *(f"{name} {value}{unit}" for name, value, unit in known if value is not None)]
+        cells = (f"{each.problem}\n{each.tokens}", each.candidate.replace("; ", "\n"), "\n".join(result))
+        rows.append(cells)
+    print_table(title, ("problem, tokens", "winner", "result"), rows, lines=True)
 
 
 def print_facts(title: str, facts: Mapping[str, object]) -> None:

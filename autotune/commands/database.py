@@ -7,10 +7,9 @@ from pathlib import Path
 
 import click
 
-from ...kernels.candidate import Candidate
-from ...kernels.errors import LowbitError
+from ...kernels.errors import NoWinnerError
 from ..options import database_for_reading, database_option, json_option
-from ..output import microseconds, percent, print_facts, print_json, print_table, times
+from ..output import Result, print_facts, print_json, print_winners
 
 
 @click.group()
@@ -64,26 +63,21 @@ def winners(database: Path | None, device: str | None, problem: str | None, as_j
     if as_json:
         print_json({"db": str(path), "winners": [{**asdict(each), "speedup": each.speedup} for each in found]})
         return
-    columns = ("problem", ">tokens", ">for", "layout", "provenance", ">measured µs", ">vs row-major", ">of bandwidth")
-    rows = [
-        (
+    if not found:
+        asked = " ".join(each for each in (problem and f"problem {problem!r}", device and f"device {device!r}") if each)
+        raise NoWinnerError(f"{path} holds no winners{f' for {asked}' if asked else ''}")
+    results = [
+        Result(
             each.problem,
-            each.tokens,
-            f"{each.tokens_from}-{each.tokens_to or ''}",
-            _layout(each.candidate),
+            f"{each.tokens} tokens ({each.tokens_from} to {each.tokens_to or 'any'})",
+            each.candidate,
             each.provenance,
-            microseconds(each.median_us),
-            times(each.speedup),
-            percent(each.bandwidth_share),
+            each.predicted_us,
+            each.median_us,
+            each.speedup,
+            each.bandwidth_share,
+            len(each.tied),
         )
         for each in found
     ]
-    print_table(str(path), columns, rows)
-
-
-def _layout(candidate: str) -> str:
-    """The layouts of a stored candidate; its whole name if a packing that it uses is not registered here."""
-    try:
-        return Candidate.parse(candidate).layout
-    except LowbitError:
-        return candidate
+    print_winners(str(path), results)

@@ -12,7 +12,7 @@ from ... import __version__
 from ...kernels.problem import check_tokens
 from .. import options
 from ..group import EXIT_STATUSES, Commands, refuse_own_options
-from ..output import microseconds, percent, print_json, print_table, times
+from ..output import Result, print_json, print_winners
 from ..progress import progress_on
 
 if TYPE_CHECKING:
@@ -138,32 +138,29 @@ def autotune(
 
 
 def _print_winners(report: TuneReport) -> None:
-    rows = []
+    results = []
     for decision in report.decisions:
         choice = decision.choice
-        rows.append(
-            (
+        results.append(
+            Result(
                 decision.problem,
-                decision.tokens,
-                choice.candidate.layout,
-                microseconds(choice.predicted_us),
-                microseconds(None if choice.measurement is None else choice.measurement.median_us),
-                times(decision.speedup),
-                percent(decision.bandwidth_share),
-                len(choice.tied) or None,
+                f"{decision.tokens} tokens",
+                choice.candidate.name,
+                choice.provenance,
+                choice.predicted_us,
+                None if choice.measurement is None else choice.measurement.median_us,
+                decision.speedup,
+                decision.bandwidth_share,
+                len(choice.tied),
             )
         )
-    columns = (
-        "problem",
-        ">tokens",
-        "layout",
-        ">predicted µs",
-        ">measured µs",
-        ">vs row-major",
-        ">of bandwidth",
-        ">ties",
-    )
-    print_table("Winners", columns, rows)
+    print_winners("Winners", results)
     click.echo(f"{report.candidates} candidates, {report.reasons.total()} more pruned; stored in {report.db}")
+    if report.unmeasured:
+        click.echo(
+            f"{report.unmeasured} candidates were not measured, for want of time or of a quiet machine: "
+            "the same command goes on where this one stopped",
+            err=True,
+        )
     if report.noisy:
         click.echo(f"predicted only, the machine was too busy: {'; '.join(report.noisy)}", err=True)
