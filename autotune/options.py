@@ -72,9 +72,15 @@ def device_option(function: F) -> F:
     )
 
 
+MOST_THREADS = 256
+"""More threads than cores are allowed, to see what that costs; calibration has buffers for this many."""
+
+
 def threads_option(function: F) -> F:
     return click.option(
-        "--threads", type=click.IntRange(min=1), help="Threads of a decode step.  [default: the device's cores]"
+        "--threads",
+        type=click.IntRange(min=1, max=MOST_THREADS),
+        help="Threads of a decode step.  [default: the device's cores]",
     )(function)
 
 
@@ -216,7 +222,7 @@ def import_plugins(modules: tuple[str, ...]) -> None:
     for module in modules:
         try:
             importlib.import_module(module)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise click.BadParameter(
                 f"cannot import {module!r}: {type(error).__name__}: {error}", param_hint="--plugin"
             ) from error

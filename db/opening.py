@@ -126,6 +126,8 @@ def _judge(path: Path) -> int:
         tables = db.conn.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
         if application != APPLICATION_ID and (application or version or tables):
             raise DatabaseError(f"{path} is another application's SQLite database")
+        if version < 0:
+            raise DatabaseError(f"{path} is corrupt: its schema version is {version}")
         if version > SCHEMA_VERSION:
             raise DatabaseError(
                 f"{path} has schema {version}, newer than the {SCHEMA_VERSION} this release knows: upgrade lowbit"

@@ -78,7 +78,7 @@ HIDDEN = np.float32(-1e30)
 LOG2_E, LN2_HIGH, LN2_LOW = np.float32(1.44269504), np.float32(0.693359375), np.float32(-2.12194440e-4)
 
 
-@njit(fastmath=True, nogil=True, inline="never")
+@njit(fastmath=True, nogil=True, error_model="numpy", inline="never")
 def exponential(x: Any) -> Any:
     """exp(x) for x ≤ 0 in float32: range reduction by ln 2 and a polynomial of degree 6 (Cephes), within 2 ulp."""
     x = max(x, np.float32(-87.0))
@@ -95,7 +95,7 @@ def exponential(x: Any) -> Any:
     return y * float_from_bits(np.int32((np.int32(n) + np.int32(127)) << np.int32(23)))
 
 
-@njit(fastmath=True, nogil=True)
+@njit(fastmath=True, nogil=True, error_model="numpy")
 def prepare_float(x: Any, head_dim: Any, factor: Any, order: Any, count: Any, out: Any) -> None:
     """Reorder one row of queries, times ``factor``."""
     for i in range(count):
@@ -106,7 +106,7 @@ def prepare_float(x: Any, head_dim: Any, factor: Any, order: Any, count: Any, ou
         store_f32(out, i, value)
 
 
-@njit(fastmath=True, nogil=True)
+@njit(fastmath=True, nogil=True, error_model="numpy")
 def prepare_integer(
     x: Any, head_dim: Any, factor: Any, order: Any, count: Any, out: Any, job: Any, aux: Any, scratch: Any
 ) -> None:
@@ -143,7 +143,7 @@ def prepare_integer(
         store_f32(aux, aux_count + i, load_f32(facts, 2 * g + 1))
 
 
-@njit(fastmath=True, nogil=True)
+@njit(fastmath=True, nogil=True, error_model="numpy")
 def softmax_row(scores: Any, visible: Any, count: Any, state: Any, out: Any, head_dim: Any) -> None:
     """One online-softmax update of a row: scores become weights, ``out`` and the running sum are rescaled.
 
@@ -169,7 +169,7 @@ def softmax_row(scores: Any, visible: Any, count: Any, state: Any, out: Any, hea
     store_f32(state, 1, load_f32(state, 1) * shrink + total)
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def span(job: Any, index: Any) -> tuple[Any, Any, Any, Any]:
     """Head, split, and token range of a task: whole 32-token blocks, spread evenly."""
     splits = peek(job, SPLITS)
@@ -181,12 +181,12 @@ def span(job: Any, index: Any) -> tuple[Any, Any, Any, Any]:
     return head, split, first, stop
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def padded(count: Any, step: Any) -> Any:
     return (count + step - 1) // step * step
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def clear(address: Any, count: Any) -> None:
     for i in range(count):
         store_f32(address, i, np.float32(0.0))
@@ -197,7 +197,7 @@ def partial_floats(rows: int, head_dim: int) -> int:
     return rows * (2 + head_dim)
 
 
-@njit(nogil=True)
+@njit(nogil=True, error_model="numpy")
 def prepare(job: Any, head: Any, x: Any, aux: Any, scratch: Any, zeros: Any) -> None:
     """Prepare all rows of a task for ``dot_tile``; rows past the last one are zero."""
     rows, head_dim, element = peek(job, ROWS), peek(job, HEAD_DIM), peek(job, ELEMENT)
@@ -338,7 +338,7 @@ def build_sv(v: OperandType) -> Any:
 
 
 def _merge(normalise: bool) -> Callable[[int, int, int, int], None]:
-    @njit(fastmath=True, nogil=True)
+    @njit(fastmath=True, nogil=True, error_model="numpy")
     def merge(job: int, heads: int, head_dim: int, out: int) -> None:
         rows, splits = peek(job, ROWS), peek(job, SPLITS)
         size = rows * (2 + head_dim)

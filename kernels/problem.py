@@ -13,6 +13,7 @@ GROUP = 32
 """Channels that share one fp16 scale."""
 
 MAX_QUERY_ROWS = 16
+MOST_HEADS = 4096
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,8 @@ class Problem:
             raise ProblemError(f"unknown precision {self.precision!r}: choose one of {', '.join(PRECISIONS)}")
         if self.heads < 1 or self.kv_heads < 1:
             raise ProblemError(f"heads and kv-heads must be at least 1, not {self.heads} and {self.kv_heads}")
+        if self.heads > MOST_HEADS:
+            raise ProblemError(f"heads must be at most {MOST_HEADS}, not {self.heads}")
         if self.heads % self.kv_heads:
             raise ProblemError(f"{self.heads} query heads cannot share {self.kv_heads} key/value heads evenly")
         if self.head_dim < 8 or self.head_dim % 8 or self.head_dim > 1024:

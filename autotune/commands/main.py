@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,12 @@ if TYPE_CHECKING:
     from ..outcome import TuneReport
 
 STRATEGIES = ("lep", "verify", "optuna", "oracle")
+
+
+def _finite(ctx: click.Context, option: click.Parameter, value: float | None) -> float | None:
+    if value is not None and not math.isfinite(value):
+        raise click.BadParameter(f"{value} is not a number of seconds")
+    return value
 
 
 @click.group(cls=Commands, invoke_without_command=True, epilog=EXIT_STATUSES)
@@ -65,6 +72,7 @@ STRATEGIES = ("lep", "verify", "optuna", "oracle")
 @click.option(
     "--budget",
     type=click.FloatRange(min=0, min_open=True),
+    callback=_finite,
     metavar="SECONDS",
     help="Stop counting instructions and measuring after this long.",
 )

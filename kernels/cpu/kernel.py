@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from .. import operators
 from ..backend import Kernel
 from ..candidate import Candidate
-from ..errors import LayoutError, ProblemError
+from ..errors import LayoutError, ProblemError, QuantizationError
 from ..packed import PackedTensor, aligned_zeros, pack
 from ..plugin import OPERAND_FIELDS, require_packed
 from ..problem import Problem, check_tokens
@@ -119,11 +119,16 @@ class CpuKernel(Kernel):
         columns = count if problem.operator == "sv" else problem.head_dim
         if x.shape != (problem.heads, problem.query_rows, columns):
             raise ProblemError(f"x must have shape {(problem.heads, problem.query_rows, columns)}, not {x.shape}")
+        if not np.isfinite(x).all():
+            head, row, column = (int(i) for i in np.argwhere(~np.isfinite(x))[0])
+            raise QuantizationError(
+                f"x[head {head}, row {row}, column {column}] = {x[head, row, column]} is not finite"
+            )
         shape = (problem.heads, problem.query_rows, count if problem.operator == "qk" else problem.head_dim)
         if out is None:
             out = np.empty(shape, np.float32)
-        elif out.shape != shape or out.dtype != np.float32 or not out.flags.c_contiguous:
-            raise ProblemError(f"out must be contiguous float32 of shape {shape}")
+        elif not _fits(out, shape):
+            raise ProblemError(f"out must be a writable, contiguous float32 array of shape {shape}")
         job[operators.X] = x.ctypes.data
         job[operators.X_HEAD_STRIDE] = problem.rows * columns
         job[operators.X_ROW_STRIDE] = columns
@@ -143,6 +148,15 @@ class CpuKernel(Kernel):
                 f"{self.problem.kv_heads} of {self.problem.head_dim}"
             )
         return operand
+
+
+def _fits(out: object, shape: tuple[int, ...]) -> bool:
+    return (
+        isinstance(out, np.ndarray)
+        and out.shape == shape
+        and out.dtype == np.float32
+        and bool(out.flags.c_contiguous and out.flags.writeable)
+    )
 
 
 class Bound:

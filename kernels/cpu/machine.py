@@ -18,6 +18,7 @@ _LOCK = threading.Lock()
 def _initialise() -> None:
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
+    binding.initialize_native_asmparser()  # for packings whose own unpacking is inline assembly
 
 
 def triple_of(isa: Isa, jit: bool = False) -> str:

@@ -63,6 +63,9 @@ def test_help_lists_every_exit_status_that_an_error_has() -> None:
         (["--head-dim", "64"], 2, ["--heads"]),
         (["--heads", "8", "--head-dim", "64", "--model", "phi-2"], 2, ["--model"]),
         (["--tokens", "0"], 2, ["tokens", "0"]),
+        (["--tokens", "64", "--budget", "nan"], 2, ["--budget", "nan"]),
+        (["--tokens", "64", "--threads", "999"], 2, ["--threads", "256"]),
+        (["--tokens", "64", "--heads", "1000000", "--kv-heads", "1", "--head-dim", "64"], 2, ["heads", "4096"]),
         (["--tokens", "128,-5"], 2, ["-5"]),
         (["--tokens", "128,lots"], 2, ["lots"]),
         (["--tokens", ""], 2, ["--tokens"]),
@@ -147,6 +150,15 @@ def test_an_error_of_many_lines_becomes_one(monkeypatch: pytest.MonkeyPatch) -> 
     result = run("devices")
     assert result.exit_code == errors.CompileError.exit_status
     assert result.stderr == "error: first second\n"
+
+
+def test_a_plugin_that_exits_does_not_end_the_command_silently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "leaver.py").write_text("raise SystemExit(0)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    result = run("--tokens", "64", "--plugin", "leaver", "--db", str(tmp_path / "t.db"))
+    assert result.exit_code == 2
+    assert "cannot import 'leaver': SystemExit" in result.stderr
+    assert not (tmp_path / "t.db").exists()
 
 
 @pytest.mark.skipif(os.name != "posix", reason="closes a pipe as POSIX shells do")

@@ -64,6 +64,12 @@ def newer(path: Path) -> None:
     connection.close()
 
 
+def negative_version(path: Path) -> None:
+    connection = sqlite3.connect(tuned(path))
+    connection.execute("PRAGMA user_version = -5")
+    connection.close()
+
+
 def directory(path: Path) -> None:
     path.mkdir()
 
@@ -80,6 +86,7 @@ REFUSED: list[tuple[Callable[[Path], None], str]] = [
     (other_application, "is another application's SQLite database"),
     (other_application_id, "is another application's SQLite database"),
     (newer, f"has schema {SCHEMA_VERSION + 1}, newer than the {SCHEMA_VERSION}"),
+    (negative_version, "is corrupt: its schema version is -5"),
     (directory, "is a directory"),
     (pipe, "is not a regular file"),
 ]

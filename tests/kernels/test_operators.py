@@ -141,7 +141,9 @@ def test_results_go_where_they_are_wanted():
     assert not strided.flags.c_contiguous
     np.testing.assert_array_equal(kernel(strided, *arguments[1:]), out)
     for bad in (np.zeros((3, 2, 63), np.float32), np.zeros((3, 2, 64)), np.zeros((3, 4, 64), np.float32)[:, ::2]):
-        with pytest.raises(ProblemError, match=r"out must be contiguous float32 of shape \(3, 2, 64\)"):
+        with pytest.raises(
+            ProblemError, match=r"out must be a writable, contiguous float32 array of shape \(3, 2, 64\)"
+        ):
             kernel(*arguments, out=bad)
 
 
@@ -258,6 +260,25 @@ def test_wrong_operands_are_refused(attention):
     other = make_operands(problem("attend h4/2 d96 q1 w8a8"), 40)
     with pytest.raises(ProblemError, match="operand v has 2 heads of 96"):
         kernel(x, k, pack(other.v, v.layout))
+
+
+def test_queries_that_are_not_finite_are_named(attention):
+    kernel, (x, k, v) = attention
+    for value in (np.nan, np.inf):
+        bad = x.copy()
+        bad[2, 0, 7] = value
+        with pytest.raises(QuantizationError, match=r"x\[head 2, row 0, column 7\] = (nan|inf) is not finite"):
+            kernel(bad, k, v)
+
+
+def test_results_only_go_where_they_may(attention):
+    kernel, (x, k, v) = attention
+    locked = np.zeros((4, 1, 64), np.float32)
+    locked.flags.writeable = False
+    for out in (locked, [1.0], np.zeros((4, 1, 64)), np.zeros((4, 64, 1), np.float32).transpose(0, 2, 1)[:, :, ::-1]):
+        with pytest.raises(ProblemError, match="out must be a writable, contiguous float32 array"):
+            kernel(x, k, v, out=out)
+    assert not locked.any()
 
 
 def test_tokens_beyond_the_storage_are_refused(attention):
