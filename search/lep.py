@@ -6,7 +6,7 @@ from .strategy import Choice, Parameters, Session, Strategy, predicted_choice
 
 
 class Lep(Strategy):
-    """The lowest predicted time; measures nothing."""
+    """The lowest predicted time, ties settled by the least work; measures nothing."""
 
     name = "lep"
 

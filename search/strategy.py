@@ -18,6 +18,8 @@ from .statistics import settle, tied
 
 SCREEN = Effort()
 FINAL = Effort(min_rounds=12, max_rounds=40, target_spread=0.02)
+PREDICTED_TIE = 0.03
+"""Predictions closer than this are ties."""
 FINALISTS = 4
 FINAL_MARGIN = 0.08
 """Candidates screened within this much of the fastest meet again in the final."""
@@ -160,11 +162,23 @@ class Strategy(ABC):
 def predicted_choice(
     session: Session, baseline: Measurement | None = None, faulty: frozenset[str] = frozenset()
 ) -> Choice:
-    """The candidate with the lowest prediction that is not known to be ``faulty``."""
-    for name, candidate in session.candidates.items():
-        if name not in faulty:
-            return Choice(candidate, "predicted", session.predicted_us[name], baseline=baseline)
-    raise CompileError(f"no candidate of {session.problem.key} works on this device")
+    """The candidate with the lowest prediction that is not known to be ``faulty``.
+
+    Predictions within `PREDICTED_TIE` of the lowest are ties, for the model errs by more than that. Among them the
+    schedule that walks the packed operands least often wins, then the one with least machinery.
+    """
+    working = [name for name in session.candidates if name not in faulty]
+    if not working:
+        raise CompileError(f"no candidate of {session.problem.key} works on this device")
+    lowest = session.predicted_us[working[0]]
+    ties = [name for name in working if session.predicted_us[name] <= lowest * (1 + PREDICTED_TIE)] or working[:1]
+
+    def effort(name: str) -> tuple[int, int, int, int]:
+        schedule = session.candidates[name].schedule
+        return -schedule.rows, schedule.registers, schedule.splits, schedule.prefetch
+
+    chosen = min(ties, key=effort)
+    return Choice(session.candidates[chosen], "predicted", session.predicted_us[chosen], baseline=baseline)
 
 
 def measured_choice(

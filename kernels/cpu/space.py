@@ -145,7 +145,14 @@ def rejection(problem: Problem, candidate: Candidate, isa: Isa) -> str | None:
             return f"{spec.role.upper()}: {error}"
         if accumulators(spec) > isa.registers - WORKING_REGISTERS:
             return f"{spec.role.upper()}: {accumulators(spec)} accumulators would spill from {isa.registers} registers"
+        if _totals_spill(spec) and accumulators(replace(spec, registers=1)) < accumulators(spec):
+            return f"{spec.role.upper()}: running totals would spill, and fewer accumulators do the same work"
     return None
+
+
+def _totals_spill(spec: TileSpec) -> bool:
+    """Whether the integer pipeline's float32 totals, one beside each accumulator, do not stay in registers."""
+    return spec.integer and 2 * accumulators(spec) > spec.isa.registers - WORKING_REGISTERS
 
 
 def accumulators(spec: TileSpec) -> int:

@@ -302,3 +302,14 @@ def test_a_baseline_that_is_a_candidate_can_win() -> None:
     choice = choose("verify", known)
     assert choice.candidate.name == known.baseline
     assert choice.baseline == choice.measurement == known.stored[known.baseline]
+
+
+def test_predictions_that_tie_are_settled_by_the_least_work() -> None:
+    same = [name for name, each in space().items() if each.k == each.v and each.k is not None][:6]
+    predicted = {name: 100.0 + i for i, name in enumerate(reversed(same))}
+    known = KnownSession(dict.fromkeys(same, 50.0), predicted)
+    choice = strategy_named("lep").choose(known, Parameters())
+    within = [name for name in same if predicted[name] <= 103.0]
+    best = min(within, key=lambda name: (space()[name].schedule.registers, space()[name].schedule.prefetch))
+    assert len(within) == 4
+    assert choice.candidate.name == best != min(predicted, key=predicted.__getitem__)
