@@ -36,7 +36,7 @@ def main() -> None:
     k = Layout.parse(f"T/16 D/4 t16 d4 | {packing}")
     v = Layout.parse(f"T/32 D/16 t32/4 d16 t4 | {packing}")
     calls, errors = {}, {}
-    for pipeline, registers in (("integer", 1), ("integer", 2), ("float", 2)):
+    for pipeline, registers in (("integer", 1), ("float", 2)):
         rows = HEADS if pipeline == "integer" else 1
         schedule = Schedule(rows=rows, registers=registers, block=256, splits=1, prefetch=0, threads=1)
         for operator in ("qk", "sv", "attend"):
