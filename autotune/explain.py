@@ -341,7 +341,7 @@ def packing_costs(problem: Problem, priced: Sequence[Priced], rejected: Sequence
     those of the integer pipeline, for formats that have one.
     """
     native = [each for each in priced if each.candidate.pipeline == "integer"] or list(priced)
-    for packing in packings(problem.storage.format):
+    for packing in packings(problem.stored(problem.roles[0]).format):
         pool = [each for each in native if _packings_of(each.candidate) == {packing.name}]
         if not pool:
             yield PackingCost(packing, reason=_reason(packing, rejected))

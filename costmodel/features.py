@@ -112,5 +112,5 @@ def features(
 def _small_operand_bytes(problem: Problem, tokens: int) -> int:
     """Float32 operand and result: channels or scores, for every query head and position."""
     rows = problem.heads * problem.query_rows
-    widths = {"attend": 2 * problem.head_dim, "qk": problem.head_dim + tokens, "sv": tokens + problem.head_dim}
-    return rows * widths[problem.operator] * FLOAT_BYTES
+    width = 2 * problem.head_dim if problem.operator == "attend" else problem.head_dim + tokens
+    return rows * width * FLOAT_BYTES

@@ -30,9 +30,6 @@ from ..kernels.problem import GROUP, Problem, check_tokens
 TOKEN_BLOCK = 32
 SCALE_BYTES = 2
 
-ROLES = {"attend": ("k", "v"), "qk": ("k",), "sv": ("v",)}
-"""Packed operands that an operator reads."""
-
 Box = tuple[tuple[int, int], ...]
 """Half-open range of every factor's coordinate; full where the factor belongs to the other axis."""
 
@@ -135,11 +132,11 @@ def call_bytes(problem: Problem, candidate: Candidate, tokens: int, line_bytes: 
     """
     capacity = _blocks(check_tokens(tokens)) * TOKEN_BLOCK
     total = 0
-    for role in ROLES[problem.operator]:
+    for role in problem.roles:
         layout = layout_of(candidate, role)
         channels = stored_channels(layout, problem.head_dim)
         total += _lines(layout, tokens, capacity, channels, problem.kv_heads, line_bytes) * line_bytes
-        if problem.scale_groups:
+        if problem.scale_groups(role):
             total += scale_bytes(tokens, problem.head_dim, line_bytes, problem.kv_heads)
     return total
 

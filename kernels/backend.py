@@ -19,10 +19,20 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Rejected:
-    """A candidate that cannot exist on a device, with the reason, in words a user can act on."""
+    """A candidate that cannot exist on a device, or is not worth trying there.
+
+    Attributes
+    ----------
+    candidate : Candidate
+    reason : str
+        In words a user can act on.
+    compiles : bool
+        Whether it is only left out for its prospects.
+    """
 
     candidate: Candidate
     reason: str
+    compiles: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,7 +78,7 @@ class Kernel(ABC):
 
     @abstractmethod
     def __call__(self, *operands: Any, tokens: int | None = None, out: Array | None = None) -> Array:
-        """Run on packed operands: ``attend(q, k, v)``, ``qk(q, k)`` or ``sv(p, v)``.
+        """Run on packed operands: ``attend(q, k, v)``, ``qk(q, k)``, ``sv(p, v)`` or ``gemv(x, w)``.
 
         ``q`` is float32 (heads, query_rows, head_dim); see `lowbit.kernels.reference` for each operator's shapes.
         """
@@ -99,7 +109,7 @@ class Backend(ABC):
 
     @abstractmethod
     def space(self, problem: Problem, threads: int) -> Iterator[Candidate | Rejected]:
-        """Every candidate of ``problem``, each impossible one as `Rejected` with its reason. Deterministic order."""
+        """Every candidate of ``problem``, each impossible or hopeless one as `Rejected` with its reason. Deterministic order."""
 
     @abstractmethod
     def baseline(self, problem: Problem, threads: int) -> Candidate:

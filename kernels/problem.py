@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
 from typing import Self
 
 from .errors import ProblemError
 
-OPERATORS = ("attend", "qk", "sv")
+ROLES = {"attend": ("k", "v"), "qk": ("k",), "sv": ("v",), "gemv": ("k",)}
+"""Packed operands of each operator. A matrix takes the keys' place: its rows are tokens, its columns channels."""
+
+OPERATORS = tuple(ROLES)
 GROUP = 32
 """Channels that share one fp16 scale."""
 
 MAX_QUERY_ROWS = 16
 MOST_HEADS = 4096
+MOST_COLUMNS = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,8 @@ PRECISIONS = {
 }
 
 _KEY = re.compile(
-    r"(?P<operator>\w+) h(?P<heads>\d+)/(?P<kv_heads>\d+) d(?P<head_dim>\d+) q(?P<query_rows>\d+) (?P<precision>\w+)"
+    r"(?P<operator>\w+) (?:h(?P<heads>\d+)/(?P<kv_heads>\d+) d(?P<head_dim>\d+) q|k(?P<columns>\d+) c)(?P<rows>\d+) "
+    r"(?P<precision>[\w+]+)(?: window (?P<window>\d+))?(?: softcap (?P<softcap>[\d.e+-]+))?"
 )
 
 
@@ -51,15 +57,20 @@ class Problem:
     Parameters
     ----------
     operator : str
-        ``attend`` (fused decode attention), ``qk`` (scores) or ``sv`` (weighted sum of values).
+        ``attend`` (fused decode attention), ``qk`` (scores), ``sv`` (weighted sum of values) or ``gemv`` (a matrix
+        times 1 to 16 vectors).
     heads, kv_heads : int
-        Query heads and key/value heads; ``kv_heads`` divides ``heads``.
+        Query heads and key/value heads; ``kv_heads`` divides ``heads``. Both 1 for ``gemv``.
     head_dim : int
-        Channels of a head, a multiple of 8.
+        Channels of a head, a multiple of 8; for ``gemv`` the matrix's columns. The matrix's rows are its tokens.
     precision : str
-        A key of `PRECISIONS`.
+        A key of `PRECISIONS`, or for ``attend`` two of them, keys' and values': ``w8a8+w4a8``.
     query_rows : int
-        Query positions decoded at once, 1 to 16 (a speculative block).
+        Query positions decoded at once (a speculative block), or vectors of ``gemv``: 1 to 16.
+    window : int
+        Latest tokens that a query position sees, itself included; 0 for all of them. ``attend`` only.
+    softcap : float
+        Scores s become softcap·tanh(s / softcap); 0 leaves them. ``attend`` only.
 
     Raises
     ------
@@ -73,22 +84,40 @@ class Problem:
     head_dim: int
     precision: str
     query_rows: int = 1
+    window: int = 0
+    softcap: float = 0.0
 
     def __post_init__(self) -> None:
         if self.operator not in OPERATORS:
             raise ProblemError(f"unknown operator {self.operator!r}: choose one of {', '.join(OPERATORS)}")
-        if self.precision not in PRECISIONS:
+        names = self.precision.split("+")
+        if any(name not in PRECISIONS for name in names):
             raise ProblemError(f"unknown precision {self.precision!r}: choose one of {', '.join(PRECISIONS)}")
+        if len(names) > (2 if self.operator == "attend" else 1):
+            raise ProblemError(f"{self.precision}: attend takes one or two precisions, {self.operator} one")
+        if len(names) == 2 and names[0] == names[1]:
+            object.__setattr__(self, "precision", names[0])
+        for name in ("heads", "kv_heads", "head_dim", "query_rows", "window"):
+            if not isinstance(getattr(self, name), int):
+                raise ProblemError(f"{name} must be a whole number, not {getattr(self, name)!r}")
         if self.heads < 1 or self.kv_heads < 1:
             raise ProblemError(f"heads and kv-heads must be at least 1, not {self.heads} and {self.kv_heads}")
         if self.heads > MOST_HEADS:
             raise ProblemError(f"heads must be at most {MOST_HEADS}, not {self.heads}")
         if self.heads % self.kv_heads:
             raise ProblemError(f"{self.heads} query heads cannot share {self.kv_heads} key/value heads evenly")
-        if self.head_dim < 8 or self.head_dim % 8 or self.head_dim > 1024:
-            raise ProblemError(f"head_dim must be a multiple of 8 from 8 to 1024, not {self.head_dim}")
+        if self.operator == "gemv" and self.heads > 1:
+            raise ProblemError(f"gemv has no heads, not {self.heads} of them")
+        most = MOST_COLUMNS if self.operator == "gemv" else 1024
+        if self.head_dim < 8 or self.head_dim % 8 or self.head_dim > most:
+            name = "columns" if self.operator == "gemv" else "head_dim"
+            raise ProblemError(f"{name} must be a multiple of 8 from 8 to {most}, not {self.head_dim}")
         if not 1 <= self.query_rows <= MAX_QUERY_ROWS:
             raise ProblemError(f"query rows must be 1 to {MAX_QUERY_ROWS}, not {self.query_rows}")
+        if not 0 <= self.window <= 1 << 24 or not 0 <= self.softcap < math.inf:
+            raise ProblemError(f"window and softcap cannot be {self.window} and {self.softcap}")
+        if (self.window or self.softcap) and self.operator != "attend":
+            raise ProblemError(f"{self.operator} has no softmax: window and softcap are for attend")
 
     @property
     def group(self) -> int:
@@ -101,18 +130,31 @@ class Problem:
         return self.group * self.query_rows
 
     @property
-    def storage(self) -> Precision:
-        return PRECISIONS[self.precision]
+    def roles(self) -> tuple[str, ...]:
+        """Packed operands, of ``k`` and ``v``."""
+        return ROLES[self.operator]
 
-    @property
-    def scale_groups(self) -> int:
-        """Scales a token has in one head; the last group may be short. Zero for fp16."""
-        return 0 if self.storage.format == "fp16" else -(-self.head_dim // GROUP)
+    def stored(self, role: str) -> Precision:
+        """How the operand in ``role`` is stored."""
+        names = self.precision.split("+")
+        return PRECISIONS[names[-1] if role == "v" else names[0]]
+
+    def scale_groups(self, role: str) -> int:
+        """Scales that a token of ``role`` has in one head; the last group may be short. Zero for fp16."""
+        return 0 if self.stored(role).format == "fp16" else -(-self.head_dim // GROUP)
+
+    def integer(self, role: str, pipeline: str) -> bool:
+        """Whether ``pipeline`` contracts ``role`` in integers: fp16 has no codes, and stays in floats in either."""
+        return pipeline == "integer" and self.stored(role).format != "fp16"
 
     @property
     def key(self) -> str:
-        """The name stored in databases, for instance ``attend h32/8 d128 q1 w8a8``."""
-        return f"{self.operator} h{self.heads}/{self.kv_heads} d{self.head_dim} q{self.query_rows} {self.precision}"
+        """The name stored in databases, for instance ``attend h32/8 d128 q1 w8a8`` or ``gemv k2048 c1 w4a8``."""
+        if self.operator == "gemv":
+            return f"gemv k{self.head_dim} c{self.query_rows} {self.precision}"
+        name = f"{self.operator} h{self.heads}/{self.kv_heads} d{self.head_dim} q{self.query_rows} {self.precision}"
+        window = f" window {self.window}" if self.window else ""
+        return name + window + (f" softcap {self.softcap!r}".removesuffix(".0") if self.softcap else "")
 
     @classmethod
     def parse(cls, key: str) -> Self:
@@ -124,16 +166,21 @@ class Problem:
             If ``key`` is not such a name.
         """
         match = _KEY.fullmatch(key)
-        if match is None:
+        if match is None or (match["operator"] == "gemv") != (match["heads"] is None):
             raise ProblemError(f"not a problem's name: {key!r}")
-        fields = match.groupdict()
+        try:
+            softcap = float(match["softcap"] or 0)
+        except ValueError:
+            raise ProblemError(f"not a problem's name: {key!r}") from None
         return cls(
-            operator=fields["operator"],
-            heads=int(fields["heads"]),
-            kv_heads=int(fields["kv_heads"]),
-            head_dim=int(fields["head_dim"]),
-            precision=fields["precision"],
-            query_rows=int(fields["query_rows"]),
+            operator=match["operator"],
+            heads=int(match["heads"] or 1),
+            kv_heads=int(match["kv_heads"] or 1),
+            head_dim=int(match["head_dim"] or match["columns"]),
+            precision=match["precision"],
+            query_rows=int(match["rows"]),
+            window=int(match["window"] or 0),
+            softcap=softcap,
         )
 
     def with_operator(self, operator: str) -> Self:

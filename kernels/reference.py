@@ -5,7 +5,7 @@ what "a8" means: queries to 8 bits a group of 32 channels, products of probabili
 tokens. What that rounding costs a model is a question of quality, not of a kernel's correctness.
 
 Query rows of one problem are the last positions of the context: row i of n sees tokens 0 … tokens − n + i (causal
-inside the block), in ``attend``. ``qk`` and ``sv`` are plain contractions.
+inside the block), or the latest ``window`` of those, in ``attend``. ``qk``, ``sv`` and ``gemv`` are plain contractions.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ def make_operands(problem: Problem, tokens: int, seed: int = 0) -> Operands:
     rng = np.random.default_rng([seed, problem.head_dim, tokens])
     shape = (problem.kv_heads, tokens, problem.head_dim)
 
-    def packed(outlier: float) -> Quantized:
+    def packed(role: str, outlier: float) -> Quantized:
         values = rng.standard_normal(shape, np.float32)
         values *= np.exp(rng.normal(0, 0.4, shape[:2])).astype(np.float32)[..., None]
         values += rng.normal(0, 0.5, (shape[0], 1, shape[2])).astype(np.float32)
         values[:, :, rng.integers(problem.head_dim)] *= outlier
         values[:, :: max(tokens // 3, 2), :GROUP] = 0
-        return quantize(values, problem.storage)
+        return quantize(values, problem.stored(role))
 
-    k = packed(4.0) if problem.operator != "sv" else None
-    v = packed(2.0) if problem.operator != "qk" else None
+    k = packed("k", 4.0) if "k" in problem.roles else None
+    v = packed("v", 2.0) if "v" in problem.roles else None
     if problem.operator == "sv":
         x = rng.exponential(size=(problem.heads, problem.query_rows, tokens)).astype(np.float32)
         x /= x.sum(axis=2, keepdims=True)
@@ -80,14 +80,23 @@ def scores(x: NDArray[np.floating], k: Float64, group: int) -> Float64:
 
 
 def causal_limit(tokens: int, query_rows: int) -> NDArray[np.int64]:
-    """Tokens that each query row sees; at least one."""
+    """Tokens that each query row sees, or would without a window; at least one."""
     return np.maximum(tokens - query_rows + 1 + np.arange(query_rows), 1)
 
 
-def probabilities(s: Float64, query_rows: int) -> Float64:
-    tokens = s.shape[2]
-    hidden = np.arange(tokens)[None, :] >= causal_limit(tokens, query_rows)[:, None]
-    s = np.where(hidden[None], -np.inf, s)
+def visible(problem: Problem, tokens: int) -> NDArray[np.bool_]:
+    """Which tokens each query row sees: (query_rows, tokens)."""
+    limit = causal_limit(tokens, problem.query_rows)[:, None]
+    token = np.arange(tokens)[None, :]
+    first = limit - problem.window if problem.window else 0
+    return (token < limit) & (token >= first)
+
+
+def probabilities(problem: Problem, s: Float64) -> Float64:
+    """Softmax of ``attend``'s scaled scores (heads, query_rows, tokens), capped and masked as the problem says."""
+    if problem.softcap:
+        s = problem.softcap * np.tanh(s / problem.softcap)
+    s = np.where(visible(problem, s.shape[2])[None], s, -np.inf)
     p = np.exp(s - s.max(axis=2, keepdims=True))
     normalised: Float64 = p / p.sum(axis=2, keepdims=True)
     return normalised
@@ -106,8 +115,8 @@ def rounded_queries(x: NDArray[np.floating]) -> Float64:
 
 def reference(problem: Problem, operands: Operands, pipeline: str = "float") -> Float64:
     """The operator in float64 on the values that the codes stand for; shapes as in `lowbit.kernels.backend.Kernel`."""
-    x = rounded_queries(operands.x) if pipeline == "integer" and problem.operator != "sv" else operands.x
-    if problem.operator == "qk":
+    x = rounded_queries(operands.x) if problem.integer("k", pipeline) and operands.k is not None else operands.x
+    if problem.operator in ("qk", "gemv"):
         assert operands.k is not None
         return scores(x, operands.k.dequantize(), problem.group)
     assert operands.v is not None
@@ -116,8 +125,8 @@ def reference(problem: Problem, operands: Operands, pipeline: str = "float") -> 
     else:
         assert operands.k is not None
         s = scores(x, operands.k.dequantize(), problem.group) * softmax_scale(problem.head_dim)
-        p = probabilities(s, problem.query_rows)
-    if pipeline == "integer":
+        p = probabilities(problem, s)
+    if problem.integer("v", pipeline):
         return _weighted_rounded(p, operands.v, problem.group)
     v = np.repeat(operands.v.dequantize(), problem.group, axis=0)
     weighted: Float64 = np.einsum("hqt,htd->hqd", p, v, optimize=True)
@@ -169,7 +178,6 @@ def tolerance(problem: Problem, operands: Operands, pipeline: str = "float") -> 
     expected = reference(problem, operands, pipeline)
     scale = np.maximum(np.linalg.norm(expected, axis=2), np.finfo(np.float32).tiny)
     group = problem.group
-    integer = pipeline == "integer"
     magnitude = np.ones_like(scale)
     allowed = np.zeros_like(scale)
     p = operands.x.astype(np.float64)
@@ -177,23 +185,23 @@ def tolerance(problem: Problem, operands: Operands, pipeline: str = "float") -> 
     if operands.k is not None:
         k = np.repeat(operands.k.dequantize(), group, axis=0)
         noise, tipped = np.zeros((2, *scale.shape, k.shape[1]))
-        if integer:
+        if problem.integer("k", pipeline):
             noise, tipped = _score_noise(operands.x.astype(np.float64), k)
         magnitude = np.linalg.norm(operands.x, axis=2) * np.linalg.norm(k, axis=2).max(axis=1)[:, None]
-        if problem.operator == "qk":
+        if problem.operator in ("qk", "gemv"):
             allowed = 0.25 * np.linalg.norm(noise, axis=2) + np.linalg.norm(tipped, axis=2)
             allowed = allowed + 2e-5 * magnitude * math.sqrt(k.shape[1])
             return float(np.max(allowed / scale))
         factor = softmax_scale(problem.head_dim)
         noise, tipped, magnitude = noise * factor, tipped * factor, magnitude * factor
-        x = rounded_queries(operands.x) if integer else operands.x
-        p = probabilities(scores(x, k, 1) * factor, problem.query_rows)
+        x = rounded_queries(operands.x) if problem.integer("k", pipeline) else operands.x
+        p = probabilities(problem, scores(x, k, 1) * factor)
     assert operands.v is not None
     size = np.linalg.norm(np.repeat(operands.v.dequantize(), group, axis=0), axis=2)
     if noise is not None and tipped is not None:
         allowed = 0.25 * np.sqrt(np.einsum("hqt,ht->hq", (p * noise) ** 2, size**2))
         allowed = allowed + 2 * np.einsum("hqt,ht->hq", p * tipped, size)
-    if integer:
+    if problem.integer("v", pipeline):
         margin = THRESHOLD_MARGIN if problem.operator == "sv" else SOFTMAX_MARGIN
         allowed = allowed + _weight_noise(p, operands.v, group, margin)
     allowed = allowed + 2e-5 * np.maximum(magnitude, 1) * np.einsum("hqt,ht->hq", p, size)

@@ -99,7 +99,7 @@ def _compiled(problem: Problem, candidate: Candidate, isa: Isa) -> CpuKernel:
 def _operator(name: str) -> tuple[Any, Any]:
     """The operator's task and merge functions, compiled once for all layouts."""
     operand = DispatchedType()
-    if name == "qk":
+    if name in ("qk", "gemv"):
         return operators.build_qk(operand), None
     if name == "sv":
         return operators.build_sv(operand), operators.build_merge(name)

@@ -72,13 +72,13 @@ class CpuKernel(Kernel):
         return -(-size // 4096) * 4096 + 128  # neighbouring tasks start in different cache sets
 
     def _fill_constants(self) -> None:
-        job, schedule = self._job, self.candidate.schedule
+        problem, job, schedule = self.problem, self._job, self.candidate.schedule
         job[operators.WORKSPACE] = self._workspace.ctypes.data
         job[operators.WORKSPACE_BYTES] = self._workspace_bytes
         job[operators.PARTIALS] = self._partials.ctypes.data
         job[operators.HEAD_DIM] = self.problem.head_dim
         job[operators.STEP] = schedule.rows
-        job[operators.ELEMENT] = 1 if self.candidate.pipeline == "integer" else 4
+        job[operators.ELEMENT] = 1 if problem.integer("k", self.candidate.pipeline) else 4
         factor = softmax_scale(self.problem.head_dim) if self.problem.operator == "attend" else 1.0
         job[operators.FACTOR : operators.FACTOR + 1].view(np.float32)[0] = factor
         job[operators.ROWS] = self.problem.rows
@@ -97,7 +97,7 @@ class CpuKernel(Kernel):
         layout = {"k": self.candidate.k, "v": self.candidate.v}.get(role)
         if layout is None:
             raise LayoutError(f"{self.problem.operator} has no packed operand {role!r}")
-        quantized = values if isinstance(values, Quantized) else quantize(values, self.problem.storage, role)
+        quantized = values if isinstance(values, Quantized) else quantize(values, self.problem.stored(role), role)
         return pack(quantized, layout, capacity)
 
     def __call__(self, *operands: Any, tokens: int | None = None, out: Float32 | None = None) -> Float32:
@@ -105,7 +105,7 @@ class CpuKernel(Kernel):
 
     def bind(self, *operands: Any, tokens: int | None = None, out: Float32 | None = None) -> Bound:
         problem = self.problem
-        roles = {"attend": ("k", "v"), "qk": ("k",), "sv": ("v",)}[problem.operator]
+        roles = problem.roles
         if len(operands) != 1 + len(roles):
             raise ProblemError(f"{problem.operator} takes {1 + len(roles)} operands, not {len(operands)}")
         x, job = np.ascontiguousarray(operands[0], np.float32), self._job.copy()
@@ -124,7 +124,7 @@ class CpuKernel(Kernel):
             raise QuantizationError(
                 f"x[head {head}, row {row}, column {column}] = {x[head, row, column]} is not finite"
             )
-        shape = (problem.heads, problem.query_rows, count if problem.operator == "qk" else problem.head_dim)
+        shape = (problem.heads, problem.query_rows, count if problem.operator in ("qk", "gemv") else problem.head_dim)
         if out is None:
             out = np.empty(shape, np.float32)
         elif not _fits(out, shape):

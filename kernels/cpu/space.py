@@ -51,18 +51,18 @@ def mirrored(order: str) -> str | None:
     return f"T/32 D/{tokens} t32/{run} d{tokens} t{run}"
 
 
-def layouts(packing: Packing) -> list[tuple[Layout, Layout]]:
-    """(K, V) pairs: values in the keys' own layout, and in its mirror image."""
+def layouts(k_packing: Packing, v_packing: Packing) -> list[tuple[Layout, Layout]]:
+    """(K, V) pairs: values in the keys' own order, and in its mirror image."""
     pairs = []
     for order, pad in itertools.product(orders(), PADS):
         if pad and order not in ("T D", "T/16 D/4 t16 d4"):
             continue
         factors = tuple(map(Factor.parse, order.split()))
-        k = Layout(factors, packing, pad)
-        pairs.append((k, k))
+        k = Layout(factors, k_packing, pad)
+        pairs.append((k, k.with_packing(v_packing)))
         mirror = mirrored(order)
         if mirror is not None:
-            pairs.append((k, Layout(tuple(map(Factor.parse, mirror.split())), packing, pad)))
+            pairs.append((k, Layout(tuple(map(Factor.parse, mirror.split())), v_packing, pad)))
     return pairs
 
 
@@ -88,25 +88,34 @@ def schedules(problem: Problem, isa: Isa, threads: int) -> list[Schedule]:
 def space(problem: Problem, isa: Isa, threads: int) -> Iterator[Candidate | Rejected]:
     """See `lowbit.kernels.backend.Backend.space`."""
     seen: set[Candidate] = set()
-    for packing in packings(problem.storage.format):
+    for k_packing, v_packing in _packing_pairs(problem):
         for pipeline in PIPELINES:
-            for k, v in layouts(packing):
+            for k, v in layouts(k_packing, v_packing):
                 for schedule in schedules(problem, isa, threads):
                     candidate = _for_operator(problem, k, v, pipeline, schedule)
                     if candidate is None or candidate in seen:
                         continue
                     seen.add(candidate)
-                    reason = rejection(problem, candidate, isa)
-                    yield candidate if reason is None else Rejected(candidate, reason)
+                    impossible = rejection(problem, candidate, isa)
+                    reason = impossible or unpromising(problem, candidate, isa)
+                    yield candidate if reason is None else Rejected(candidate, reason, impossible is None)
+
+
+def _packing_pairs(problem: Problem) -> Iterator[tuple[Packing, Packing]]:
+    """Packings of keys and values: the same one where both have one format."""
+    k, v = problem.stored(problem.roles[0]).format, problem.stored(problem.roles[-1]).format
+    for first, second in itertools.product(packings(k), packings(v)):
+        if k != v or first == second:
+            yield first, second
 
 
 def _for_operator(problem: Problem, k: Layout, v: Layout, pipeline: str, schedule: Schedule) -> Candidate | None:
     """The candidate with the operands that the operator has; None for a repetition."""
     if problem.operator == "attend":
         return Candidate(k, v, pipeline, schedule)
-    if problem.operator == "qk":
-        return Candidate(k, None, pipeline, schedule) if k is v else None
-    return Candidate(None, v, pipeline, schedule)
+    if problem.operator == "sv":
+        return Candidate(None, v, pipeline, schedule)
+    return Candidate(k, None, pipeline, schedule) if k == v else None
 
 
 def tile_specs(problem: Problem, candidate: Candidate, isa: Isa) -> list[TileSpec]:
@@ -118,7 +127,7 @@ def tile_specs(problem: Problem, candidate: Candidate, isa: Isa) -> list[TileSpe
             layout,
             problem.head_dim,
             isa,
-            candidate.pipeline,
+            "integer" if problem.integer(role, candidate.pipeline) else "float",
             schedule.rows,
             schedule.registers,
             schedule.prefetch,
@@ -131,18 +140,26 @@ def tile_specs(problem: Problem, candidate: Candidate, isa: Isa) -> list[TileSpe
 def rejection(problem: Problem, candidate: Candidate, isa: Isa) -> str | None:
     """Why the candidate cannot be compiled for ``isa``, or None."""
     roles = "".join(role for role, layout in (("k", candidate.k), ("v", candidate.v)) if layout is not None)
-    if roles != {"attend": "kv", "qk": "k", "sv": "v"}[problem.operator]:
+    if roles != "".join(problem.roles):
         return f"{problem.operator} needs other operands than {roles or 'none'}"
-    for layout in (candidate.k, candidate.v):
-        if layout is not None and layout.packing.format != problem.storage.format:
-            return f"{layout.name} holds {layout.packing.format}, {problem.precision} stores {problem.storage.format}"
-    if candidate.pipeline == "integer" and problem.storage.format == "fp16":
+    for role, layout in (("k", candidate.k), ("v", candidate.v)):
+        if layout is not None and layout.packing.format != problem.stored(role).format:
+            return (
+                f"{layout.name} holds {layout.packing.format}, {problem.precision} stores {problem.stored(role).format}"
+            )
+    if candidate.pipeline == "integer" and not any(problem.integer(role, "integer") for role in problem.roles):
         return "fp16 has no integer codes to contract"
     for spec in tile_specs(problem, candidate, isa):
         try:
             accumulators(spec)
         except Infeasible as error:
             return f"{spec.role.upper()}: {error}"
+    return None
+
+
+def unpromising(problem: Problem, candidate: Candidate, isa: Isa) -> str | None:
+    """Why a candidate that compiles is not worth trying, or None."""
+    for spec in tile_specs(problem, candidate, isa):
         if accumulators(spec) > isa.registers - WORKING_REGISTERS:
             return f"{spec.role.upper()}: {accumulators(spec)} accumulators would spill from {isa.registers} registers"
         if _totals_spill(spec) and accumulators(replace(spec, registers=1)) < accumulators(spec):
@@ -162,11 +179,18 @@ def accumulators(spec: TileSpec) -> int:
 
 def baseline(problem: Problem, isa: Isa, threads: int) -> Candidate:
     """Row-major storage, dequantised to float in the hot loop, packed as common runtimes do, with no register spilt."""
-    name = {"fp16": "fp16", "int8": "int8/bytes/signed", "int4": "int4/contiguous/offset"}[problem.storage.format]
-    layout = Layout.parse(f"T D | {packing_named(name).name}")
+    names = {"fp16": "fp16", "int8": "int8/bytes/signed", "int4": "int4/contiguous/offset"}
+    k, v = (
+        Layout.parse(f"T D | {packing_named(names[problem.stored(role).format]).name}")
+        for role in (problem.roles[0], problem.roles[-1])
+    )
     middle = schedules(problem, isa, threads)[0]
     tried = [
-        _for_operator(problem, layout, layout, "float", replace(middle, rows=rows))
+        _for_operator(problem, k, v, "float", replace(middle, rows=rows))
         for rows in dict.fromkeys((middle.rows, (middle.rows + 1) // 2, 1))
     ]
-    return next(candidate for candidate in tried if candidate and rejection(problem, candidate, isa) is None)
+    return next(
+        candidate
+        for candidate in tried
+        if candidate and (rejection(problem, candidate, isa) or unpromising(problem, candidate, isa)) is None
+    )

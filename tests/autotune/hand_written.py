@@ -41,7 +41,7 @@ class HandWritten(Backend):
         return "by hand 1"
 
     def space(self, problem: Problem, threads: int) -> Iterator[Candidate | Rejected]:
-        for packing in packings(problem.storage.format):
+        for packing in packings(problem.stored("k").format):
             for rows in (2, 4):
                 made = candidate(packing.name, rows)
                 yield made if packing.name in SHIFTS else Rejected(made, f"{packing.arrangement} does not fit")

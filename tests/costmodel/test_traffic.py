@@ -134,7 +134,7 @@ def test_scale_bytes_equal_an_enumeration(tokens: int, spare: int, channels: int
 @pytest.mark.parametrize("operator", ["attend", "qk", "sv"])
 def test_call_bytes_add_up_all_heads_operands_and_scales(operator: str, precision: str, line_bytes: int) -> None:
     problem = Problem(operator, heads=6, kv_heads=3, head_dim=80, precision=precision)
-    packing = packings(problem.storage.format)[0].name
+    packing = packings(problem.stored("k").format)[0].name
     k = Layout.parse(f"T D/8 d8 | {packing} | pad 24")
     v = Layout.parse(f"D/16 T d16 | {packing}")
     roles = {"attend": [k, v], "qk": [k], "sv": [v]}[operator]

@@ -185,7 +185,7 @@ def test_own_instructions_replace_the_built_in_unpacking(registry):
 
     register_packing(int4("divided", pairs_high_first, lower=lower))
     register_packing(int4("swapped", pairs_high_first, lower=lambda emit, word: lower(emit, word)[::-1]))
-    p = problem("attend h3/1 d64 q1 w4a8")
+    p = problem("attend h3/1 d128 q1 w4a8")
     chosen = candidate(p, "T D | int4/divided/signed", "T/32 D t32 | int4/divided/signed")
     text = CpuBackend().code(p, chosen)[0].ir
     assert calls

@@ -157,7 +157,7 @@ def test_the_examples_queries_need_no_whole_groups():
     rows = rng.standard_normal((1, 50, 40)).astype(np.float32)
     query = rng.integers(-126, 127, 40).astype(np.float32)
     query[[0, 39]] = 127
-    quantized = quantize(rows, problem("qk h1/1 d40 q1 w8a8").storage)
+    quantized = quantize(rows, problem("qk h1/1 d40 q1 w8a8").stored("k"))
     values = quantized.dequantize()[0]
     norms = np.linalg.norm(values, axis=1)
     found = example["cosines"](

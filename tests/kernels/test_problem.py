@@ -46,8 +46,8 @@ def test_key_is_as_documented():
 )
 def test_derived_sizes(key, group, rows, format, bits, scale_groups):
     problem = Problem.parse(key)
-    assert (problem.group, problem.rows, problem.scale_groups) == (group, rows, scale_groups)
-    assert (problem.storage.format, problem.storage.bits) == (format, bits)
+    assert (problem.group, problem.rows, problem.scale_groups("k")) == (group, rows, scale_groups)
+    assert (problem.stored("k").format, problem.stored("k").bits) == (format, bits)
 
 
 @pytest.mark.parametrize(
@@ -99,3 +99,44 @@ def test_token_counts():
     for bad in (0, -1, (1 << 24) + 1):
         with pytest.raises(ProblemError, match=f"not {bad}"):
             check_tokens(bad)
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem("attend", 32, 8, 128, "w8a8+w4a8"),
+        Problem("attend", 32, 8, 128, "fp16", window=4096, softcap=50.0),
+        Problem("attend", 8, 4, 256, "w4a8", query_rows=8, softcap=0.1),
+        Problem("gemv", 1, 1, 8192, "w4a8", query_rows=16),
+    ],
+)
+def test_a_key_names_formats_windows_caps_and_matrices(problem: Problem) -> None:
+    assert Problem.parse(problem.key) == problem
+
+
+def test_equal_precisions_are_one() -> None:
+    assert Problem("attend", 8, 4, 64, "w8a8+w8a8") == Problem("attend", 8, 4, 64, "w8a8")
+
+
+def test_formats_are_the_roles_own() -> None:
+    problem = Problem("attend", 8, 4, 64, "fp16+w4a8")
+    assert (problem.stored("k").format, problem.stored("v").format) == ("fp16", "int4")
+    assert (problem.scale_groups("k"), problem.scale_groups("v")) == (0, 2)
+    assert [problem.integer(role, "integer") for role in "kv"] == [False, True]
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (("qk", 8, 4, 64, "w8a8+w4a8"), "one"),
+        (("attend", 8, 4, 64, "w8a8+w4a8+fp16"), "one or two"),
+        (("gemv", 2, 1, 64, "w8a8"), "no heads"),
+        (("qk", 8, 4, 64, "w8a8", 1, 128), "softmax"),
+        (("attend", 8, 4, 64, "w8a8", 1, -1), "window"),
+        (("attend", 8, 4, 64, "w8a8", 1, 0, float("nan")), "softcap"),
+        (("attend", 8.0, 4, 64, "w8a8"), "whole number"),
+    ],
+)
+def test_impossible_combinations_are_refused(arguments: tuple[object, ...], words: str) -> None:
+    with pytest.raises(ProblemError, match=words):
+        Problem(*arguments)  # type: ignore[arg-type]

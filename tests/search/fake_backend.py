@@ -43,7 +43,7 @@ class FakeKernel(Kernel):
     def pack(self, role: str, values: Any, capacity: int | None = None) -> Any:
         layout = self.candidate.k if role == "k" else self.candidate.v
         assert layout is not None
-        quantized = values if isinstance(values, Quantized) else quantize(values, self.problem.storage)
+        quantized = values if isinstance(values, Quantized) else quantize(values, self.problem.stored("k"))
         return pack(quantized, layout, capacity)
 
     def __call__(self, *operands: Any, tokens: int | None = None, out: Any = None) -> Any:

@@ -90,7 +90,7 @@ def test_quantising_what_codes_stand_for_gives_back_the_very_codes(precision: st
     problem = Problem("attend", 2, 1, 72, precision)
     operands = make_operands(problem, 300)
     assert operands.k is not None
-    again = quantize(operands.k.dequantize(), problem.storage)
+    again = quantize(operands.k.dequantize(), problem.stored("k"))
     np.testing.assert_array_equal(again.codes, operands.k.codes)
     np.testing.assert_array_equal(again.scales, operands.k.scales)
 
