@@ -75,6 +75,90 @@ def assembly(text: str, isa: Isa) -> str:
         return str(machine.emit_assembly(optimised(text, isa)))
 
 
+def object_code(text: str, isa: Isa) -> bytes:
+    """Relocatable machine code of a module's ``text``, for `link`.
+
+    Code is compiled for ``isa`` and not for the host, so that a simulated smaller machine runs what it would run.
+    """
+    with _LOCK:
+        return bytes(target_machine(isa, jit=True).emit_object(optimised(text, isa)))
+
+
+def task_object_code(text: str, native: str, symbol: str, isa: Isa) -> bytes:
+    """Relocatable machine code of a compiled Numba function, as the C function ``void symbol(int64_t, int64_t)``.
+
+    Nothing of Python or Numba is left in it, so that neither is needed to run it.
+
+    Parameters
+    ----------
+    text : str
+        LLVM IR, optimised, of a function of two int64 that returns nothing.
+    native : str
+        Its name in there. Its arguments are where to put a result, where to put an exception, and its own.
+    symbol : str
+    isa : Isa
+        What to compile for.
+
+    Raises
+    ------
+    CompileError
+        If the code still refers to something of the interpreter's.
+    """
+    entry = f"""
+    declare i32 @"{native}"(ptr, ptr, i64, i64)
+    define void @"{symbol}"(i64 %job, i64 %index) {{
+      %nothing = alloca ptr
+      %error = alloca ptr
+      %status = call i32 @"{native}"(ptr %nothing, ptr %error, i64 %job, i64 %index)
+      ret void
+    }}"""
+    with _LOCK:
+        machine = target_machine(isa, jit=True)
+        module = binding.parse_assembly(text)
+        module.link_in(binding.parse_assembly(entry))
+        for each in (*module.functions, *module.global_variables):
+            if not each.is_declaration and each.name != symbol:
+                each.linkage = "internal"
+        manager = binding.create_new_module_pass_manager()
+        manager.add_global_dead_code_eliminate_pass()
+        manager.run(module, binding.create_pass_builder(machine, binding.create_pipeline_tuning_options()))
+        needed = {each.name for each in (*module.functions, *module.global_variables) if each.is_declaration}
+        foreign = sorted(name for name in needed if not name.startswith("llvm.") and name not in _LIBRARY)
+        if foreign:
+            raise CompileError(f"{symbol} needs {', '.join(foreign)}, which only the interpreter has")
+        return bytes(machine.emit_object(module))
+
+
+_LIBRARY = {"memcpy", "memmove", "memset"}
+
+
+def link(code: bytes, symbol: str) -> tuple[Any, int]:
+    """Load `object_code` into this process.
+
+    Returns
+    -------
+    engine : object
+        What the code lives in: keep it as long as the code may run.
+    address : int
+        Of the function ``symbol``.
+
+    Raises
+    ------
+    RuntimeError
+        If it is no object code, or lacks the function.
+    """
+    with _LOCK:
+        _initialise()
+        target = binding.Target.from_triple(binding.get_process_triple())
+        engine = binding.create_mcjit_compiler(binding.parse_assembly(""), target.create_target_machine(jit=True))
+        engine.add_object_file(binding.ObjectFileRef.from_data(code))
+        engine.finalize_object()
+        address = engine.get_function_address(symbol)
+        if not address:
+            raise RuntimeError(f"{symbol} is not in the object code")
+        return engine, address
+
+
 def load(text: str, isa: Isa) -> Any:
     """Machine code of a module's ``text`` in this process: an engine with a ``get_function_address``.
 

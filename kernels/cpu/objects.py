@@ -1,0 +1,177 @@
+"""Object code of kernels, kept across processes.
+
+Code is asked for by a `Key` that says everything it depends on. If it is stored it is loaded, which takes about a
+millisecond; otherwise it is built, loaded and stored. A file that is truncated, altered or another key's is built anew
+and replaced.
+A directory that cannot be used or trusted costs time, never correctness: one `CacheWarning` a process.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from . import code_files
+from .machine import link
+
+_MAGIC = b"lowbit object 1\n"
+_SWEEP_BYTES = code_files.LIMIT_BYTES // 64
+
+
+class CacheWarning(UserWarning):
+    """Compiled kernels are not kept or not reused, and why."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """What object code is stored under.
+
+    Parameters
+    ----------
+    symbol : str
+        The function's name in the object code.
+    parts : tuple of str
+        All that the code depends on besides this package's sources and the versions of its compilers.
+    """
+
+    symbol: str
+    parts: tuple[str, ...]
+
+    @property
+    def digest(self) -> bytes:
+        text = "\0".join((toolchain(), sys.implementation.cache_tag or "", self.symbol, *self.parts))
+        return hashlib.sha256(text.encode()).digest()
+
+
+@dataclass
+class Counts:
+    """What this process has done: kernels built, and kernels loaded from files without building."""
+
+    built: int = 0
+    loaded: int = 0
+
+
+counts = Counts()
+
+
+@functools.cache
+def toolchain() -> str:
+    """The compilers' versions and a digest of the sources that generate kernels."""
+    return f"numba {version('numba')}, llvmlite {version('llvmlite')}, kernels {_source_digest()}"
+
+
+def _source_digest() -> str:
+    root = Path(__file__).parent.parent
+    digest = hashlib.sha256()
+    for path in sorted([*root.glob("*.py"), *root.glob("cpu/*.py")]):
+        digest.update(path.name.encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def address(key: Key, build: Callable[[], bytes]) -> int:
+    """Address of the function ``key.symbol``, valid for the life of the process.
+
+    Safe to use from several threads and processes.
+
+    Parameters
+    ----------
+    key : Key
+    build : callable
+        Makes the object code where there is none; what it raises is passed on.
+    """
+    return _objects.address(key, build)
+
+
+class _Objects:
+    """The objects that this process has linked, and its dealings with the stored ones."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._linked: dict[bytes, tuple[Any, int]] = {}
+        self._unswept = _SWEEP_BYTES  # bytes written since the directory's size was looked at
+        self._warned = False
+
+    def address(self, key: Key, build: Callable[[], bytes]) -> int:
+        with self._lock:
+            digest = key.digest
+            if digest not in self._linked:
+                self._linked[digest] = self._load(key.symbol, digest) or self._build(key.symbol, digest, build)
+            return self._linked[digest][1]
+
+    def _load(self, symbol: str, digest: bytes) -> tuple[Any, int] | None:
+        code = self._read(digest)
+        if code is None:
+            return None
+        try:
+            linked = link(code, symbol)
+        except RuntimeError:
+            return None
+        counts.loaded += 1
+        return linked
+
+    def _build(self, symbol: str, digest: bytes, build: Callable[[], bytes]) -> tuple[Any, int]:
+        code = build()
+        linked = link(code, symbol)
+        counts.built += 1
+        self._write(digest, code)
+        return linked
+
+    def _read(self, digest: bytes) -> bytes | None:
+        path = code_files.directory()
+        if path is None:
+            return None
+        try:
+            with code_files.opened(path) as place:
+                found = place.read(code_files.file_name(digest))
+        except FileNotFoundError:
+            return None
+        except (OSError, code_files.UnsafeError) as error:
+            self._warn(path, error)
+            return None
+        start = len(_MAGIC) + len(digest)
+        code = found[start:]
+        return code if found[:start] == _header(digest, code) else None
+
+    def _write(self, digest: bytes, code: bytes) -> None:
+        path = code_files.directory()
+        if path is None:
+            return
+        try:
+            code_files.create(path)
+            with code_files.opened(path) as place:
+                place.write(code_files.file_name(digest), _header(digest, code) + code)
+            self._unswept += len(code)
+            if self._unswept >= _SWEEP_BYTES:
+                self._unswept = 0
+                code_files.sweep(path)
+        except (OSError, code_files.UnsafeError) as error:
+            self._warn(path, error)
+
+    def _warn(self, path: Path, error: Exception) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        warnings.warn(
+            f"compiled kernels are not kept in {path}: {reason}; "
+            f"set {code_files.CACHE_VARIABLE} to another directory, or to {code_files.OFF}",
+            CacheWarning,
+            stacklevel=5,
+        )
+
+
+def _header(digest: bytes, code: bytes) -> bytes:
+    """Names the format and checks the content, which is this key's alone."""
+    return _MAGIC + hashlib.sha256(digest + code).digest()
+
+
+_objects = _Objects()
