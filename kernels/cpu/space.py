@@ -121,6 +121,8 @@ def _for_operator(problem: Problem, k: Layout, v: Layout, pipeline: str, schedul
 def tile_specs(problem: Problem, candidate: Candidate, isa: Isa) -> list[TileSpec]:
     """The tile functions that a candidate is made of."""
     schedule = candidate.schedule
+    # A winner for more vectors also serves fewer.
+    rows = min(schedule.rows, problem.rows) if problem.operator == "gemv" else schedule.rows
     return [
         TileSpec(
             role,
@@ -128,7 +130,7 @@ def tile_specs(problem: Problem, candidate: Candidate, isa: Isa) -> list[TileSpe
             problem.head_dim,
             isa,
             "integer" if problem.integer(role, candidate.pipeline) else "float",
-            schedule.rows,
+            rows,
             schedule.registers,
             schedule.prefetch,
         )

@@ -1,0 +1,91 @@
+"""One compiled candidate for a matrix and its vectors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import gemv
+from ..candidate import Candidate
+from ..errors import ProblemError, QuantizationError
+from ..packed import TOKEN_BLOCK, aligned_zeros
+from ..plugin import OPERAND_FIELDS
+from ..problem import Problem, check_tokens
+from .kernel import Bound, CpuKernel
+from .keys import Preparation
+from .pool import pool
+
+Float32 = NDArray[np.float32]
+
+SHARED_ACTIVATIONS = 16384
+"""From this many on vectors are prepared by all threads: it takes longer than a fork and a join."""
+
+
+class GemvKernel(CpuKernel):
+    """See `lowbit.kernels.backend.Kernel`; the operand ``w`` is packed for role ``k``, one head, rows as tokens.
+
+    Parameters
+    ----------
+    task : int
+        Address of the function of `lowbit.kernels.gemv.build_gemv`.
+    tile : int
+        Address of the tile function.
+    tables : Preparation
+    prepare : int
+        Address of the function of `lowbit.kernels.cpu.activations`; 0 if vectors are read where they lie.
+    """
+
+    def __init__(
+        self, problem: Problem, candidate: Candidate, task: int, tile: int, tables: Preparation, prepare: int
+    ) -> None:
+        self.problem, self.candidate = problem, candidate
+        self._task, self._prepare, self._tile = task, prepare, tile
+        schedule, vectors = candidate.schedule, problem.query_rows
+        self._pool = pool(schedule.threads)
+        self._tasks = schedule.splits
+        shared = vectors > 1 and vectors * problem.head_dim >= SHARED_ACTIVATIONS
+        self._preparing_threads = schedule.threads if shared else 1
+        element = 1 if problem.integer("k", candidate.pipeline) else 4
+        row, aux = len(tables.order) * element, 8 * len(tables.aux_group)
+        step = min(schedule.rows, vectors)
+        self._memory = [
+            aligned_zeros(size, np.uint8) for size in (vectors * row, vectors * aux, 4 * step * TOKEN_BLOCK)
+        ]
+        self._job = np.zeros(len(gemv.FIELDS), np.int64)
+        job = self._job
+        job[gemv.PREPARED], job[gemv.AUX], job[gemv.SCRATCH] = (each.ctypes.data for each in self._memory)
+        job[gemv.X_BYTES], job[gemv.PREPARED_BYTES], job[gemv.AUX_BYTES] = 4 * problem.head_dim, row, aux
+        job[gemv.VECTORS], job[gemv.STEP] = vectors, step
+        job[gemv.BLOCK], job[gemv.SPLITS] = schedule.block, schedule.splits
+
+    def bind(self, *operands: Any, tokens: int | None = None, out: Float32 | None = None) -> Bound:
+        problem, job = self.problem, self._job.copy()
+        if len(operands) != 2:
+            raise ProblemError(f"gemv takes 2 operands, not {len(operands)}")
+        x, matrix = np.ascontiguousarray(operands[0], np.float32), self._checked("k", operands[1])
+        rows = check_tokens(matrix.tokens if tokens is None else tokens)
+        if rows > matrix.capacity:
+            raise ProblemError(f"{rows} rows asked of a matrix that holds {matrix.capacity}")
+        if x.shape != (1, problem.query_rows, problem.head_dim):
+            raise ProblemError(f"x must have shape {(1, problem.query_rows, problem.head_dim)}, not {x.shape}")
+        if not np.isfinite(x).all():
+            _, vector, column = (int(i) for i in np.argwhere(~np.isfinite(x))[0])
+            raise QuantizationError(f"x[vector {vector}, column {column}] = {x[0, vector, column]} is not finite")
+        shape = (1, problem.query_rows, rows)
+        if out is None:
+            out = np.empty(shape, np.float32)
+        elif out.shape != shape or out.dtype != np.float32 or not (out.flags.c_contiguous and out.flags.writeable):
+            raise ProblemError(f"out must be a writable, contiguous float32 array of shape {shape}")
+        job[gemv.X], job[gemv.OUT], job[gemv.ROWS] = x.ctypes.data, out.ctypes.data, rows
+        if not self._prepare:
+            job[gemv.PREPARED] = x.ctypes.data
+        job[gemv.MATRIX : gemv.MATRIX + OPERAND_FIELDS] = (*matrix.addresses, self._tile)
+        return Bound(self, job, out, (x, matrix))
+
+    def run(self, job: int, out: int) -> None:
+        """Prepare the vectors of the job at address ``job``, then run its tasks."""
+        if self._prepare:
+            self._pool.run(self._prepare, job, self.problem.query_rows, self._preparing_threads)
+        self._pool.run(self._task, job, self._tasks)

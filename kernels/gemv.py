@@ -1,0 +1,78 @@
+"""A packed matrix times one to sixteen vectors.
+
+y[v, o] = Σ_r W[o, r]·x[v, r]: rows of the matrix take the place of tokens, columns that of channels. A task is a range
+of rows; tasks write disjoint parts of the result, so nothing is merged. The vectors come prepared (see
+`lowbit.kernels.cpu.activations`): once a call, before the tasks start.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import cfunc, types
+
+from .plugin import OPERAND_FIELDS, OperandType, dot_tile, load_f32, operand_reader, peek, store_f32
+
+FIELDS = (
+    "x",  # float32 vectors
+    "prepared",  # vectors as the tile reads them
+    "aux",
+    "x_bytes",  # from one vector to the next, of each of the three
+    "prepared_bytes",
+    "aux_bytes",
+    "out",  # float32 (vectors, rows)
+    "rows",
+    "vectors",
+    "step",  # vectors that one tile call serves
+    "block",  # rows over which all vectors pass before the next ones are read
+    "splits",
+    "scratch",  # step × 32 floats: the last block's result where rows are no multiple of 32
+    "matrix",  # `lowbit.kernels.plugin.OPERAND_FIELDS` fields
+    *("",) * (OPERAND_FIELDS - 1),
+)
+"""Fields of a job, int64 each, in order."""
+
+X, PREPARED, AUX, X_BYTES, PREPARED_BYTES, AUX_BYTES, OUT, ROWS, VECTORS, STEP, BLOCK, SPLITS, SCRATCH, MATRIX = range(
+    14
+)
+
+ROW_BLOCK = 32
+
+
+def build_gemv(matrix: OperandType) -> Any:
+    """The task; ``step`` must not exceed ``vectors``."""
+    read = operand_reader(matrix)
+
+    def gemv(job: int, index: int) -> None:
+        operand = read(job + 8 * MATRIX)
+        rows, vectors, step, splits = peek(job, ROWS), peek(job, VECTORS), peek(job, STEP), peek(job, SPLITS)
+        blocks = (rows + ROW_BLOCK - 1) // ROW_BLOCK
+        first = blocks * index // splits * ROW_BLOCK
+        stop = min(blocks * (index + 1) // splits * ROW_BLOCK, rows)
+        whole = first + (stop - first) // ROW_BLOCK * ROW_BLOCK
+        block = peek(job, BLOCK)
+        if vectors == step:
+            block = max(whole - first, ROW_BLOCK)
+        for start in range(first, whole, block):
+            count = min(block, whole - start)
+            for each in range(0, vectors, step):
+                # The last pass begins early enough to be a whole one, and computes a few vectors again.
+                vector = min(each, vectors - step)
+                x = peek(job, PREPARED) + vector * peek(job, PREPARED_BYTES)
+                aux = peek(job, AUX) + vector * peek(job, AUX_BYTES)
+                out = peek(job, OUT) + 4 * (vector * rows + start)
+                dot_tile(operand, 0, start, count, x, aux, out, rows)
+        if whole < stop:
+            scratch = peek(job, SCRATCH)
+            for each in range(0, vectors, step):
+                vector = min(each, vectors - step)
+                x = peek(job, PREPARED) + vector * peek(job, PREPARED_BYTES)
+                aux = peek(job, AUX) + vector * peek(job, AUX_BYTES)
+                dot_tile(operand, 0, whole, ROW_BLOCK, x, aux, scratch, ROW_BLOCK)
+                for i in range(step):
+                    for row in range(whole, stop):
+                        value = load_f32(scratch, i * ROW_BLOCK + row - whole)
+                        store_f32(peek(job, OUT), (vector + i) * rows + row, np.float32(value))
+
+    return cfunc(types.void(types.intp, types.int64), nopython=True)(gemv)
