@@ -90,7 +90,8 @@ def protocol_option(function: F) -> F:
         type=click.Choice(("cold", "warm")),
         default="cold",
         show_default=True,
-        help="Time with operands that come from memory, as between the layers of a model, or that stay in the caches.",
+        help="Time with operands that come from memory, as between the layers of a model (evicted from all caches "
+        "before each sample where the machine can, and then stored as evicted), or that stay in the caches.",
     )(function)
 
 

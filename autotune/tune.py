@@ -27,7 +27,7 @@ from ..search.messages import Setup
 from ..search.rounds import Effort
 from ..search.session import Bench, DeviceSession
 from ..search.strategy import FINAL, SCREEN, Choice, Parameters, Strategy, predicted_choice, strategy_named
-from ..search.timing import PROTOCOLS
+from ..search.timing import PROTOCOLS, protocol_here
 from ..search.worker import resolve_backend
 from .outcome import Decision, Options, Progress, Silent, TuneInterrupted, TuneReport
 from .ranges import store_winner
@@ -183,7 +183,7 @@ class _Run:
             self.store,
             self.device.fingerprint,
             self.toolchain,
-            self.options.protocol,
+            protocol_here(self.options.protocol),
             cache_bytes=setup.cache_bytes,
             memory_bytes=setup.memory_bytes,
             run=self.run,

@@ -14,8 +14,9 @@ STATUSES = ("ok", "wrong", "crashed", "hung", "illegal_instruction", "compile_fa
 TIMED = ("ok", "slow")
 """Statuses that carry a median."""
 
-PROTOCOLS = ("warm", "cold")
-"""``warm`` repeats on one set of operands; ``cold`` rotates over more copies than the last cache level holds."""
+PROTOCOLS = ("warm", "cold", "evicted")
+"""``warm`` repeats on one set of operands; ``cold`` rotates over more copies than the last cache level holds, as far as
+bounds on memory allow; ``evicted`` evicts the packed operands from every cache before each timed sample."""
 
 PROVENANCES = ("predicted", "verified", "measured")
 """``predicted``: nothing was timed. ``verified``: a predicted shortlist was timed. ``measured``: the space was."""

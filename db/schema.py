@@ -20,6 +20,8 @@ APPLICATION_ID = int.from_bytes(b"lowb", "big")
 
 Migration = Callable[[Database], None]
 
+_FIRST_PROTOCOLS = ("warm", "cold")
+
 
 def _quoted(values: Sequence[str]) -> str:
     return ", ".join(f"'{value}'" for value in values)
@@ -121,7 +123,7 @@ def _tables(db: Database) -> None:
             tokens INTEGER NOT NULL CHECK (tokens > 0),
             toolchain_id INTEGER NOT NULL REFERENCES toolchains (id),
             candidate_id INTEGER NOT NULL REFERENCES candidates (id),
-            protocol TEXT NOT NULL CHECK (protocol IN ({_quoted(PROTOCOLS)})),
+            protocol TEXT NOT NULL CHECK (protocol IN ({_quoted(_FIRST_PROTOCOLS)})),
             status TEXT NOT NULL CHECK (status IN ({_quoted(STATUSES)})),
             median_us REAL CHECK (median_us > 0 AND median_us < 1e300),
             spread REAL,
@@ -148,7 +150,7 @@ def _tables(db: Database) -> None:
             median_us REAL CHECK (median_us > 0 AND median_us < 1e300),
             spread REAL,
             samples INTEGER NOT NULL,
-            protocol TEXT CHECK (protocol IN ({_quoted(PROTOCOLS)})),
+            protocol TEXT CHECK (protocol IN ({_quoted(_FIRST_PROTOCOLS)})),
             baseline_us REAL CHECK (baseline_us > 0 AND baseline_us < 1e300),
             bandwidth_share REAL,
             created TEXT NOT NULL,
@@ -218,7 +220,27 @@ def _first(db: Database) -> None:
     _views(db)
 
 
-MIGRATIONS: tuple[Migration, ...] = (_first,)
+def _evicted(db: Database) -> None:
+    """Measurements and winners may be of the protocol ``evicted``. A check cannot be altered, so both are rebuilt."""
+    for view in ("best", "timings", "pruned"):
+        db.execute(f"DROP VIEW {view}")
+    for table in ("measurements", "winners"):
+        old, new = (f"(protocol IN ({_quoted(known)}))" for known in (_FIRST_PROTOCOLS, PROTOCOLS))
+        declared = [
+            row[0]
+            for row in db.execute("SELECT sql FROM sqlite_master WHERE tbl_name = ? AND sql IS NOT NULL", (table,))
+        ]
+        (create, *others) = sorted(declared, key=lambda sql: not sql.startswith("CREATE TABLE"))
+        db.execute(create.replace(f"CREATE TABLE {table}", "CREATE TABLE rebuilt", 1).replace(old, new))
+        db.execute(f"INSERT INTO rebuilt SELECT * FROM {table}")
+        db.execute(f"DROP TABLE {table}")
+        db.execute(f"ALTER TABLE rebuilt RENAME TO {table}")
+        for index in others:
+            db.execute(index)
+    _views(db)
+
+
+MIGRATIONS: tuple[Migration, ...] = (_first, _evicted)
 """The n-th leads from schema version n to n + 1. Append only: files of every earlier version exist."""
 
 SCHEMA_VERSION = len(MIGRATIONS)

@@ -34,7 +34,7 @@ class PackedOperands:
         """``copies`` argument lists of ``kernel``, which share the small operand and no packed one."""
         roles = self._roles(kernel)
         packed = [self._copies(kernel, role, copies) for role in roles]
-        self._evict(roles)
+        self._drop(roles)
         return [(self.operands.x, *(each[i] for each in packed)) for i in range(copies)]
 
     def nbytes(self, kernel: Kernel) -> int:
@@ -59,7 +59,7 @@ class PackedOperands:
         assert quantized is not None  # a candidate has a layout for each operand of its operator
         return quantized
 
-    def _evict(self, used: Sequence[Key]) -> None:
+    def _drop(self, used: Sequence[Key]) -> None:
         total = sum(sum(int(each.nbytes) for each in kept) for kept in self._packed.values())
         for key in [key for key in self._packed if key not in used]:
             if total <= self._limit_bytes:

@@ -24,6 +24,7 @@ from ..kernels.errors import CompileError
 from ..kernels.problem import Problem
 from ..kernels.reference import make_operands
 from .check import AWKWARD_TOKENS, Expectation, awkward, expect
+from .chill import Chill
 from .control import Control
 from .messages import (
     Count,
@@ -206,10 +207,13 @@ class Workbench:
         key = request.candidate, request.protocol
         if key not in self._stopwatches:
             self._stopwatches[key] = Stopwatch()
+        stopwatch = self._stopwatches[key]
         self._announce(Stage("run"))
         out = kernel(*arguments[0], tokens=request.tokens)
-        self._stopwatches[key].calls = [kernel.bind(*each, tokens=request.tokens, out=out) for each in arguments]
-        return self._stopwatches[key]
+        stopwatch.calls = [kernel.bind(*each, tokens=request.tokens, out=out) for each in arguments]
+        if request.protocol == "evicted":
+            stopwatch.chill = Chill(arguments, kernel.candidate.schedule.threads)
+        return stopwatch
 
     # -- count ----------------------------------------------------------------------------------------------------
 

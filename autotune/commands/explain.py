@@ -132,13 +132,15 @@ def _knowledge(
 ) -> Knowledge:
     """What the database knows, completed by a rough calibration; nothing for another instruction set."""
     from ...costmodel.calibrate import QUICK_BUDGET_S, calibrate
+    from ...search.timing import protocol_here
     from ..explain import Knowledge
 
     if isa is not None and isa != machine.isa:
         return Knowledge()
     known = Knowledge()
     if database is not None:
-        known = Knowledge.read(database, machine.fingerprint, problem, tokens, threads, backend.toolchain(), protocol)
+        name, stored = machine.fingerprint, protocol_here(protocol)
+        known = Knowledge.read(database, name, problem, tokens, threads, backend.toolchain(), stored)
     if known.coefficients is None:
         report("calibrating roughly", 0, None, f"there is no calibration for {threads} threads here")
         known = replace(known, coefficients=calibrate(machine, threads, QUICK_BUDGET_S).extended)

@@ -114,3 +114,35 @@ def test_every_foreign_key_leads_somewhere_and_is_indexed(path: Path) -> None:
     for view in db.views:
         assert view.count == 0
     db.close()
+
+
+def test_files_of_the_first_schema_keep_their_rows_and_learn_of_eviction(path: Path, db: Database) -> None:
+    migrate(db, MIGRATIONS[:1])
+    for statement in (
+        "INSERT INTO devices VALUES (1, 'd', NULL, NULL, NULL, '{}', 'then')",
+        "INSERT INTO toolchains VALUES (1, 't')",
+        "INSERT INTO problems VALUES (1, 'p', 'attend', 1, 1, 32, 1, 'fp16')",
+        "INSERT INTO candidates VALUES (1, 'c', 'l', NULL, NULL)",
+        "INSERT INTO measurements VALUES (7, NULL, 1, 1, 512, 1, 1, 'cold', 'ok', 2.5, 0.1, 9, 0.0, '', 'then')",
+        "INSERT INTO winners VALUES (3, 1, 1, 512, 1, 1, NULL, 1, 'measured', NULL, 2.5, 0.1, 9, 'cold', 5.0, 0.5, '')",
+        "INSERT INTO ties VALUES (3, 0, 1)",
+    ):
+        db.execute(statement)
+    before = {table: db.execute(f"SELECT * FROM {table}").fetchall() for table in ("measurements", "winners", "ties")}
+    indices = db.execute("SELECT name FROM sqlite_master WHERE type = 'index' ORDER BY name").fetchall()
+    with pytest.raises(sqlite3.IntegrityError):
+        db.execute("UPDATE winners SET protocol = 'evicted'")
+    migrate(db)
+    for table, rows in before.items():
+        assert db.execute(f"SELECT * FROM {table}").fetchall() == rows
+    assert db.execute("SELECT name FROM sqlite_master WHERE type = 'index' ORDER BY name").fetchall() == indices
+    assert db.execute("SELECT speedup, tied FROM best").fetchall() == [(2.0, 1)]
+    for table in ("measurements", "winners"):
+        db.execute(f"UPDATE {table} SET protocol = 'evicted'")
+        with pytest.raises(sqlite3.IntegrityError):
+            db.execute(f"UPDATE {table} SET protocol = 'hot'")
+    db.execute(
+        "INSERT INTO measurements SELECT NULL, run_id, device_id, problem_id, tokens, toolchain_id, candidate_id, "
+        "protocol, status, median_us, spread, samples, max_error, message, created FROM measurements"
+    )
+    assert db.execute("SELECT max(id) FROM measurements").fetchone() == (8,)

@@ -3,8 +3,21 @@ from __future__ import annotations
 import os
 
 import pytest
+from lowbit.db import records
 from lowbit.search.control import ControlTime
-from lowbit.search.timing import BATCH_US, MAX_BATCHES, MAX_COPIES, SLOT_US, Slot, Stopwatch, copies_needed
+from lowbit.search.timing import (
+    BATCH_US,
+    MAX_BATCHES,
+    MAX_COPIES,
+    MAX_COPIES_BYTES,
+    MAX_EVICTED_COPIES,
+    MIN_EVICTED,
+    SLOT_US,
+    Slot,
+    Stopwatch,
+    copies_needed,
+    protocol_here,
+)
 
 
 class Clock:
@@ -58,19 +71,18 @@ def test_cold_calls_rotate_over_all_copies_across_batches_and_slots() -> None:
     assert clock.log == [i % 5 for i in range(len(clock.log))]
 
 
-def test_preempted_batches_are_left_out_while_others_remain() -> None:
+@pytest.mark.parametrize(("lost_us", "spoilt"), [(40, False), (230, False), (270, True), (3000, True)])
+def test_a_slot_leaves_preempted_batches_out_and_is_spoilt_by_losing_a_time_slice(lost_us: int, spoilt: bool) -> None:
     clock = Clock()
-    disturbed = iter([0, 0, 7, 0, 7, 0, 0, 0, 0, 0])
-    quiet = [0.0]
+    disturbed = iter([0, 0, 1, 0, 1, 0, 0, 0, 0, 0])
 
     def call() -> None:
         lost = next(disturbed)
         clock.switches += lost
-        clock.ns += (500 + 3000 * lost) * 1000
-        quiet[0] += not lost
+        clock.ns += (500 + lost_us * lost) * 1000
 
     samples, preempted = Stopwatch([call], clock, lambda: clock.switches).samples()
-    assert not preempted and set(samples) == {500.0} and len(samples) == 2
+    assert preempted == spoilt and set(samples) == {500.0} and len(samples) == 2
 
 
 def test_a_slot_without_an_undisturbed_batch_says_so() -> None:
@@ -97,6 +109,49 @@ def test_cold_copies_exceed_twice_the_cache(operand_bytes: int, cache_bytes: int
     assert copies_needed(operand_bytes, cache_bytes, "cold") == copies
     assert copies == MAX_COPIES or copies * operand_bytes >= 2 * cache_bytes > (copies - 1) * operand_bytes
     assert copies_needed(operand_bytes, cache_bytes, "warm") == 1
+
+
+@pytest.mark.parametrize("operand_bytes", [5 << 20, 70 << 20, 600 << 20])
+def test_copies_are_bounded_whatever_the_cache(operand_bytes: int) -> None:
+    copies = copies_needed(operand_bytes, 480 << 20, "cold")
+    assert copies == 1 or MAX_COPIES_BYTES - operand_bytes < copies * operand_bytes <= MAX_COPIES_BYTES
+
+
+@pytest.mark.parametrize(
+    ("operand_bytes", "copies"), [(70 << 20, 1), (1 << 20, 1), (1 << 19, 2), (300_000, 4), (100, MAX_EVICTED_COPIES)]
+)
+def test_eviction_needs_copies_of_small_operands_only(operand_bytes: int, copies: int) -> None:
+    assert copies_needed(operand_bytes, 480 << 20, "evicted") == copies
+
+
+def test_cold_is_stored_as_what_the_machine_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    for can, stored in ((True, "evicted"), (False, "cold")):
+        monkeypatch.setattr("lowbit.search.timing.can_evict", lambda can=can: can)
+        assert (protocol_here("cold"), protocol_here("warm")) == (stored, "warm")
+        assert stored in records.PROTOCOLS
+
+
+@pytest.mark.parametrize(("us", "batches"), [(30.0, MAX_BATCHES), (200.0, 3), (90_000.0, MIN_EVICTED)])
+def test_every_batch_is_chilled_outside_its_time_and_calls_each_copy_once(us: float, batches: int) -> None:
+    clock = Clock()
+    stopwatch = clock.stopwatch(us, us, us)
+
+    def chill() -> bool:
+        clock.log.append(-1)
+        clock.ns += 10_000_000
+        return True
+
+    stopwatch.chill = chill
+    samples, preempted = stopwatch.samples()
+    assert not preempted and samples == pytest.approx([us] * batches)
+    assert clock.log == [-1, 0, 1, 2] * (batches + 1)  # the first warms up
+
+
+def test_a_slot_whose_threads_could_not_be_had_is_spoilt() -> None:
+    stopwatch = Clock().stopwatch(700.0)
+    answers = iter([True, True, False, True])
+    stopwatch.chill = lambda: next(answers)
+    assert stopwatch.samples() == ((700.0, 700.0), True)
 
 
 def test_a_slot_lies_between_two_controls_and_is_judged_by_the_worse_part_of_each() -> None:
