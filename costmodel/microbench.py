@@ -13,6 +13,7 @@ import numpy as np
 
 from ..kernels.backend import Code
 from ..kernels.cpu.isa import Isa, isa_named
+from ..kernels.cpu.memory import huge_zeros
 from ..kernels.cpu.pool import pool
 from .device import Device
 from .features import Features
@@ -81,10 +82,16 @@ class Bench:
         }
         # One tile of floats in [-1, -0.5), whose bytes and halves are also harmless as any other type.
         tile = np.random.default_rng(0).random(1 << 16, np.float32) * 0.5 - 1.0
-        self._data = np.resize(tile, -(-largest_bytes // 4) + 4096)
+        self._data = huge_zeros(-(-largest_bytes // 4) * 4 + 4 * 4096).view(np.float32)
+        self._data[:] = np.resize(tile, self._data.size)
         self._scratch = np.resize(tile, MOST_TASKS * SCRATCH_BYTES // 4 + 1024)
         self._turns = itertools.count()
         self._out = np.zeros(MOST_TASKS * 128 + 64, np.uint8)
+
+    @property
+    def address(self) -> int:
+        """Where the first task's bytes begin."""
+        return int(self._data.ctypes.data + -self._data.ctypes.data % 4096)
 
     @property
     def names(self) -> list[str]:
@@ -107,7 +114,7 @@ class Bench:
         span = tasks * bytes_per_task
         if tasks > MOST_TASKS or windows * span > self._data.nbytes:
             raise ValueError(f"{windows} windows of {tasks} tasks of {bytes_per_task} bytes exceed the buffers")
-        start = self._data.ctypes.data + -self._data.ctypes.data % 4096
+        start = self.address
         scratch = self._scratch.ctypes.data + -self._scratch.ctypes.data % 4096
         args = (ctypes.c_int64 * 5)(start, bytes_per_task, passes, scratch, self._out.ctypes.data)
         address = self._engine.get_function_address(name)

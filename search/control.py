@@ -1,25 +1,30 @@
 """The control: fixed work timed between measurements, which slows down only when something else uses the machine.
 
-It has two parts, an arithmetic loop that lives in registers (sensitive to preemption and to the clock frequency) and a
-read of the next part of a buffer that exceeds the last cache level (sensitive to contention for memory, and independent
-of what ran before, because a part is evicted long before its turn comes again). Each core that the measured kernels
-use takes part, one after the other, once the kernels' own idle threads have stopped spinning on it.
+It has three parts, taken on each core that the measured kernels use, one after the other, once the kernels' own idle
+threads have stopped spinning there: how long the thread takes to arrive (another process that holds the core keeps it
+waiting), an arithmetic loop that lives in registers (sensitive to the clock frequency and to whoever shares the core
+unseen, as other guests of a virtual machine's host do), and a read from memory (sensitive to contention for it). The
+loop and the read are the best of a few short tries, since an interrupt in one of them says nothing about the
+measurement next to it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, replace
 from functools import cache
 from time import perf_counter_ns
 from typing import Any
 
 import numpy as np
 
-COMPUTE_STEPS = 10_000
-WINDOW_BYTES = 2 << 20
+from ..kernels.cpu.memory import can_evict, evict, huge_zeros
+
+COMPUTE_STEPS = 5_000
+WINDOW_BYTES = 512 << 10
+TRIES = 3
 MAX_BUFFER_BYTES = 512 << 20
 SETTLE_NS = 700_000
 """Idle threads of `lowbit.kernels.cpu.pool` spin for less than this after a call."""
@@ -29,13 +34,29 @@ RECENT_NS = 3_000_000
 
 @dataclass(frozen=True)
 class ControlTime:
-    """The slowest core's times of the two parts, in microseconds."""
+    """The slowest core's times of the parts, in microseconds."""
 
     compute_us: float
     stream_us: float
+    arrival_us: float = 0.0
 
     def worse(self, other: ControlTime) -> ControlTime:
-        return ControlTime(max(self.compute_us, other.compute_us), max(self.stream_us, other.stream_us))
+        return self._each(max, other)
+
+    def around(self, after: ControlTime) -> ControlTime:
+        """One reading for what was measured between two.
+
+        Contention for memory and frequency that matter last longer than a slot, so both readings show them. A process
+        that holds a core may let every other arrival through.
+        """
+        return replace(self._each(min, after), arrival_us=max(self.arrival_us, after.arrival_us))
+
+    def _each(self, choose: Callable[[float, float], float], other: ControlTime) -> ControlTime:
+        return ControlTime(
+            choose(self.compute_us, other.compute_us),
+            choose(self.stream_us, other.stream_us),
+            choose(self.arrival_us, other.arrival_us),
+        )
 
 
 _IR = """
@@ -84,7 +105,7 @@ _LOAD_BYTES = 32
 
 
 class _Kernels:
-    """The two parts, compiled. The code is fixed here, down to the instruction, so that no compiler option moves it."""
+    """The loop and the read, compiled. The code is fixed here, so that no compiler option moves it."""
 
     def __init__(self) -> None:
         import llvmlite.binding as llvm
@@ -115,13 +136,16 @@ class Control:
         Cores to visit, the caller's own first; it returns there. Empty where threads cannot be pinned: the control then
         runs where it is.
     cache_bytes : int
-        Size of the last cache level.
+        Size of the last cache level. Matters where memory cannot be evicted: the read is then of the next part of a
+        buffer that exceeds it.
     """
 
     def __init__(self, cores: Sequence[int], cache_bytes: int) -> None:
         self.cores = tuple(cores)
-        size = min(max(2 * cache_bytes, 4 * WINDOW_BYTES), MAX_BUFFER_BYTES)
-        self._buffer = np.ones(size // WINDOW_BYTES * (WINDOW_BYTES // 8), np.int64)
+        self._evicts = can_evict()
+        windows = 1 if self._evicts else min(max(2 * cache_bytes, 4 * WINDOW_BYTES), MAX_BUFFER_BYTES) // WINDOW_BYTES
+        self._buffer = huge_zeros(windows * WINDOW_BYTES)
+        self._buffer[:] = 1
         self._position = 0
         kernels = _kernels()
         self._compute, self._stream = kernels.compute, kernels.stream
@@ -134,8 +158,10 @@ class Control:
             while perf_counter_ns() - started < SETTLE_NS:
                 self._compute(COMPUTE_STEPS // 10)
             for core in self.cores[1:]:
+                leaving = perf_counter_ns()
                 os.sched_setaffinity(0, {core})
-                result = result.worse(self._here())
+                arrival_us = (perf_counter_ns() - leaving) / 1e3
+                result = result.worse(replace(self._here(), arrival_us=arrival_us))
             os.sched_setaffinity(0, {self.cores[0]})
         self._last = perf_counter_ns(), result
         return result
@@ -147,37 +173,63 @@ class Control:
         return self.time()
 
     def _here(self) -> ControlTime:
-        window = self._buffer.ctypes.data + self._position
-        self._position = (self._position + WINDOW_BYTES) % self._buffer.nbytes
+        return ControlTime(
+            min(self._try_compute() for _ in range(TRIES)), min(self._try_stream() for _ in range(TRIES))
+        )
+
+    def _try_compute(self) -> float:
         start = perf_counter_ns()
         self._compute(COMPUTE_STEPS)
-        middle = perf_counter_ns()
+        return (perf_counter_ns() - start) / 1e3
+
+    def _try_stream(self) -> float:
+        window = self._buffer.ctypes.data + self._position
+        self._position = (self._position + WINDOW_BYTES) % self._buffer.nbytes
+        if self._evicts:
+            evict(window, WINDOW_BYTES)
+        start = perf_counter_ns()
         self._stream(window, WINDOW_BYTES)
-        return ControlTime((middle - start) / 1e3, (perf_counter_ns() - middle) / 1e3)
+        return (perf_counter_ns() - start) / 1e3
 
 
 class Contention:
     """Tells clean rounds from tainted ones by what the control took.
 
-    The best-known control is the tenth percentile of all that a run has seen, not the minimum: one lucky reading at
-    a boosted clock must not taint everything that follows. It is re-evaluated as readings arrive, so an early round
-    that passed for clean can turn out to be tainted.
+    Readings are judged by the run's own: against its best-known control, the tenth percentile of all that a run has
+    seen, and against its median. To be tainted a reading must be slow by both, for on some machines the fast tenth is a
+    boosted clock, or a moment when the neighbours sleep, that must not taint everything else. Both are re-evaluated as
+    readings arrive, so an early round that passed for clean can turn out to be tainted.
 
     Parameters
     ----------
-    compute_limit, stream_limit : float
+    compute_limit, stream_limit, arrival_limit : float
         Ratio to the best-known control beyond which a round is tainted.
+    typical_limit : float
+        Ratio to the median that it must exceed as well. Arrivals are exempt: a process that holds a core for the whole
+        run is no typical state.
+    arrival_floor_us : float
+        Arrivals faster than this are normal, whatever the best was: a sleeping core takes time to wake.
     """
 
-    def __init__(self, compute_limit: float = 1.25, stream_limit: float = 1.6) -> None:
+    def __init__(
+        self,
+        compute_limit: float = 1.25,
+        stream_limit: float = 1.6,
+        arrival_limit: float = 3.0,
+        typical_limit: float = 1.15,
+        arrival_floor_us: float = 150.0,
+    ) -> None:
         self.compute_limit = compute_limit
         self.stream_limit = stream_limit
+        self.arrival_limit = arrival_limit
+        self.typical_limit = typical_limit
+        self.arrival_floor_us = arrival_floor_us
         self._seen: list[ControlTime] = []
-        self._best: ControlTime | None = None
+        self._known: tuple[ControlTime, ControlTime] | None = None
 
     def see(self, control: ControlTime) -> None:
         self._seen.append(control)
-        self._best = None
+        self._known = None
 
     @property
     def best(self) -> ControlTime:
@@ -188,17 +240,30 @@ class Contention:
         ValueError
             Before the first reading.
         """
+        return self._statistics()[0]
+
+    @property
+    def typical(self) -> ControlTime:
+        """The median of each part; raises as `best` does."""
+        return self._statistics()[1]
+
+    def _statistics(self) -> tuple[ControlTime, ControlTime]:
         if not self._seen:
             raise ValueError("no control has been timed yet")
-        if self._best is None:
-            readings = np.array([(c.compute_us, c.stream_us) for c in self._seen])
-            compute, stream = np.percentile(readings, 10, axis=0, method="lower")
-            self._best = ControlTime(float(compute), float(stream))
-        return self._best
+        if self._known is None:
+            readings = np.array([astuple(control) for control in self._seen])
+            best, typical = np.percentile(readings, (10, 50), axis=0, method="lower").tolist()
+            self._known = ControlTime(*best), ControlTime(*typical)
+        return self._known
 
     def tainted(self, control: ControlTime) -> bool:
-        best = self.best
+        best, typical = self._statistics()
+
+        def slow(us: float, limit: float, best_us: float, typical_us: float) -> bool:
+            return us > limit * best_us and us > self.typical_limit * typical_us
+
         return (
-            control.compute_us > self.compute_limit * best.compute_us
-            or control.stream_us > self.stream_limit * best.stream_us
+            control.arrival_us > max(self.arrival_limit * best.arrival_us, self.arrival_floor_us)
+            or slow(control.compute_us, self.compute_limit, best.compute_us, typical.compute_us)
+            or slow(control.stream_us, self.stream_limit, best.stream_us, typical.stream_us)
         )

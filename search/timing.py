@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from time import perf_counter_ns
+from time import get_clock_info, perf_counter_ns, thread_time_ns
 from typing import Protocol
 
 from ..kernels.cpu.memory import can_evict
@@ -66,8 +66,8 @@ class Slot:
     before, after : ControlTime
         The control around it.
     preempted : bool
-        Whether another process took a core for long, or a thread off its core in every batch. Otherwise the samples
-        are of the batches that were left alone.
+        Whether another process had one of the cores for long, at whatever time in the slot, or disturbed every batch.
+        Samples are of the batches that were left alone, if there are any.
     """
 
     samples_us: tuple[float, ...]
@@ -77,7 +77,7 @@ class Slot:
 
     @property
     def control(self) -> ControlTime:
-        return self.before.worse(self.after)
+        return self.before.around(self.after)
 
 
 class Reading(Protocol):
@@ -106,6 +106,10 @@ def preemptions() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
+def _thread_time_is_fine() -> bool:
+    return get_clock_info("thread_time").resolution < 1e-5
+
+
 class Stopwatch:
     """Times one candidate's calls, slot by slot.
 
@@ -117,6 +121,8 @@ class Stopwatch:
         Nanoseconds; monotonic.
     preempted : callable
         Counts preemptions.
+    used : callable
+        Nanoseconds of processor time that the calling thread has used.
 
     Attributes
     ----------
@@ -130,12 +136,14 @@ class Stopwatch:
         calls: Sequence[Call] = (),
         clock: Callable[[], int] = perf_counter_ns,
         preempted: Callable[[], int] = preemptions,
+        used: Callable[[], int] | None = None,
         chill: Callable[[], bool] | None = None,
     ) -> None:
         self.calls = calls
         self.chill = chill
         self._clock = clock
         self._preempted = preempted
+        self._used = used or (thread_time_ns if _thread_time_is_fine() else clock)
         self._next = 0
         self._inner = 0
 
@@ -193,5 +201,9 @@ class Stopwatch:
         """One slot on pinned threads, with the control timed before and after."""
         with pinned():
             before = control.recent()
+            started, used = self._clock(), self._used()
             samples, preempted = self.samples()
-            return Slot(samples, before, control.time(), preempted)
+            after = control.time()
+            # The caller never sleeps in between: time that it did not use, another process did.
+            absent_us = (self._clock() - started - (self._used() - used)) / 1e3
+            return Slot(samples, before, after, preempted or absent_us > LOST_US)

@@ -41,7 +41,7 @@ class Clock:
 
     def stopwatch(self, *us: float, switches: int = 0) -> Stopwatch:
         calls = [self.call(i, each, switches) for i, each in enumerate(us)]
-        return Stopwatch(calls, self, lambda: self.switches)
+        return Stopwatch(calls, self, lambda: self.switches, self)
 
 
 @pytest.mark.parametrize("us", [0.5, 3.0, 40.0, 99.0, 101.0, 5000.0, 80_000.0])
@@ -154,8 +154,8 @@ def test_a_slot_whose_threads_could_not_be_had_is_spoilt() -> None:
     assert stopwatch.samples() == ((700.0, 700.0), True)
 
 
-def test_a_slot_lies_between_two_controls_and_is_judged_by_the_worse_part_of_each() -> None:
-    readings = iter([ControlTime(1.0, 9.0), ControlTime(2.0, 5.0)])
+def test_a_slot_lies_between_two_controls_and_is_judged_by_what_both_show() -> None:
+    readings = iter([ControlTime(1.0, 9.0, 80.0), ControlTime(2.0, 5.0, 30.0)])
 
     class Control:
         def time(self) -> ControlTime:
@@ -165,8 +165,25 @@ def test_a_slot_lies_between_two_controls_and_is_judged_by_the_worse_part_of_eac
 
     clock = Clock()
     slot = clock.stopwatch(100.0).slot(Control())
-    assert slot.control == ControlTime(2.0, 9.0)
+    assert slot.control == ControlTime(1.0, 5.0, 80.0)
     assert slot.samples_us == (100.0,) * MAX_BATCHES
+
+
+@pytest.mark.parametrize(("absent_us", "spoilt"), [(0, False), (400, False), (600, True)])
+def test_a_caller_that_was_away_between_batches_spoils_the_slot(absent_us: int, spoilt: bool) -> None:
+    clock, away = Clock(), [0]
+
+    class Control:
+        def time(self) -> ControlTime:
+            away[0] += absent_us * 1000
+            clock.ns += absent_us * 1000
+            return ControlTime(1.0, 1.0)
+
+        def recent(self) -> ControlTime:
+            return ControlTime(1.0, 1.0)
+
+    stopwatch = Stopwatch([clock.call(0, 100.0)], clock, lambda: 0, lambda: clock.ns - away[0])
+    assert stopwatch.slot(Control()).preempted == spoilt
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no thread affinity")
