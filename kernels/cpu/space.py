@@ -11,8 +11,10 @@ from ..candidate import PIPELINES, Candidate, Schedule
 from ..layout import Factor, Layout
 from ..packing import Packing, packing_named, packings
 from ..problem import Problem
+from . import matrices
 from .isa import Isa
 from .mapping import Infeasible
+from .multiply import float_flip, integer_form
 from .spec import TileSpec
 
 TOKEN_TILES = (16, 32)
@@ -68,6 +70,8 @@ def layouts(k_packing: Packing, v_packing: Packing) -> list[tuple[Layout, Layout
 
 def schedules(problem: Problem, isa: Isa, threads: int) -> list[Schedule]:
     """A middle schedule, and one change at a time from it, so that a space is searched in minutes."""
+    if problem.operator == "gemv":
+        return matrices.schedules(problem, isa, threads)
     whole = min(problem.rows, 4)
     splits = 1 if problem.kv_heads % threads == 0 else threads
     # With 16 registers one accumulator a row leaves room for running totals; with 32 two share each small operand.
@@ -97,7 +101,7 @@ def space(problem: Problem, isa: Isa, threads: int) -> Iterator[Candidate | Reje
                         continue
                     seen.add(candidate)
                     impossible = rejection(problem, candidate, isa)
-                    reason = impossible or unpromising(problem, candidate, isa)
+                    reason = impossible or unpromising(problem, candidate, isa) or dearer(problem, candidate, isa)
                     yield candidate if reason is None else Rejected(candidate, reason, impossible is None)
 
 
@@ -161,12 +165,39 @@ def rejection(problem: Problem, candidate: Candidate, isa: Isa) -> str | None:
 
 def unpromising(problem: Problem, candidate: Candidate, isa: Isa) -> str | None:
     """Why a candidate that compiles is not worth trying, or None."""
+    if problem.operator == "gemv" and (reason := matrices.unpromising(problem, candidate, isa)):
+        return reason
     for spec in tile_specs(problem, candidate, isa):
         if accumulators(spec) > isa.registers - WORKING_REGISTERS:
             return f"{spec.role.upper()}: {accumulators(spec)} accumulators would spill from {isa.registers} registers"
         if _totals_spill(spec) and accumulators(replace(spec, registers=1)) < accumulators(spec):
             return f"{spec.role.upper()}: running totals would spill, and fewer accumulators do the same work"
     return None
+
+
+def dearer(problem: Problem, candidate: Candidate, isa: Isa) -> str | None:
+    """Why another coding of the same packing is tried instead where keys and values differ in format, or None.
+
+    All pairs of their packings would be a space many times that of one format. Most of it differs by an instruction.
+    """
+    if problem.stored(problem.roles[0]) == problem.stored(problem.roles[-1]):
+        return None
+    for role, layout in (("k", candidate.k), ("v", candidate.v)):
+        if layout is None:
+            continue
+        integer, packing = problem.integer(role, candidate.pipeline), layout.packing
+        if _flip(packing, role, integer, isa) and any(
+            twin.arrangement == packing.arrangement and not _flip(twin, role, integer, isa)
+            for twin in packings(packing.format)
+        ):
+            return f"{role.upper()}: {packing.coding} codes take an exclusive-or that those of the other coding do not"
+    return None
+
+
+def _flip(packing: Packing, role: str, integer: bool, isa: Isa) -> int:
+    if packing.bits == 16:
+        return 0
+    return integer_form(packing, role, isa).flip if integer else float_flip(packing)
 
 
 def _totals_spill(spec: TileSpec) -> bool:

@@ -73,6 +73,32 @@ def test_wakes_parked_workers(count):
     assert sorted(met) == [0] * 4 + [1] * 4
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize(("tasks", "turns"), [(0, 1), (1, 0), (2, 1), (7, 3)])
+def test_bound_call_runs_its_prologue_and_then_each_index(count, threads, tasks, turns):
+    memory, address = counters(16)
+    call = pool(threads).bind(count, address, tasks, count, turns)
+    for repeated in (1, 2, 3):
+        call()
+        assert list(memory) == [repeated * ((i < tasks) + (i < turns)) for i in range(16)]
+
+
+def test_bound_call_wakes_parked_workers(count):
+    memory, address = counters(64)
+    call = pool(2).bind(count, address, 64)
+    for _ in range(3):
+        call()
+        threading.Event().wait(0.02)
+    assert list(memory) == [3] * 64
+
+
+def test_bound_call_needs_functions(count):
+    with pytest.raises(ValueError, match="cannot run"):
+        pool(2).bind(0, 0, 3)
+    with pytest.raises(ValueError, match="cannot run"):
+        pool(2).bind(count, 0, 3, 0, 1)
+
+
 def test_limit_of_one_runs_in_order_on_the_caller():
     seen = []
 
