@@ -1,4 +1,4 @@
-"""Attention geometry of models: presets by name, or a GGUF file's own metadata."""
+"""Shapes of models, of attention and of weights: presets by name, or a GGUF file's own metadata."""
 
 from __future__ import annotations
 
@@ -35,24 +35,80 @@ class Geometry:
 
 
 @dataclass(frozen=True)
+class Matrix:
+    """A weight matrix: ``rows`` outputs, ``columns`` inputs. ``name`` says what a model uses it for: ``k, v``."""
+
+    name: str
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True)
 class Model:
-    """A model's name and the distinct attention shapes of its layers, the most common first."""
+    """A model's shapes.
+
+    Parameters
+    ----------
+    name : str
+    geometries : tuple of Geometry
+        The distinct attention shapes of its layers, the most common first.
+    width : int
+        Channels of the hidden state; 0 where nothing says.
+    feed_forward : tuple of int
+        Widths that feed-forward layers have, the most common first; none where nothing says.
+    vocabulary : int
+        Rows of the matrix that gives the logits; 0 where nothing says.
+    """
 
     name: str
     geometries: tuple[Geometry, ...]
+    width: int = 0
+    feed_forward: tuple[int, ...] = ()
+    vocabulary: int = 0
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """The distinct shapes of the matrices that a token is multiplied with, in the order of use.
+
+        Raises
+        ------
+        ModelError
+            If the model's own metadata leave one open.
+        """
+        for missing, value in (
+            ("width (embedding_length)", self.width),
+            ("feed-forward width (feed_forward_length)", self.feed_forward),
+            ("vocabulary", self.vocabulary),
+        ):
+            if not value:
+                raise ModelError(f"{self.name}: its metadata do not say its {missing}: give --rows and --columns")
+        width = self.width
+        shapes: list[tuple[str, int, int]] = []
+        for each in self.geometries:
+            heads, kv_heads = each.heads * each.head_dim, each.kv_heads * each.head_dim
+            shapes += [("q", heads, width), ("k, v", kv_heads, width), ("o", width, heads)]
+        for size in self.feed_forward:
+            shapes += [("gate, up", size, width), ("down", width, size)]
+        shapes.append(("head", self.vocabulary, width))
+        names: dict[tuple[int, int], list[str]] = {}
+        for name, rows, columns in shapes:
+            known = names.setdefault((rows, columns), [])
+            if name not in known:
+                known.append(name)
+        return tuple(Matrix(", ".join(found), *shape) for shape, found in names.items())
 
 
 PRESETS = {
     model.name: model
     for model in (
         # From each model's published config.json.
-        Model("smollm2-135m", (Geometry(9, 3, 64, layers=30),)),
-        Model("llama-3.2-1b", (Geometry(32, 8, 64, layers=16),)),
-        Model("llama-3.2-3b", (Geometry(24, 8, 128, layers=28),)),
-        Model("qwen3-1.7b", (Geometry(16, 8, 128, layers=28),)),
-        Model("qwen3-8b", (Geometry(32, 8, 128, layers=36),)),
-        Model("gemma-2-2b", (Geometry(8, 4, 256, layers=26),)),
-        Model("phi-2", (Geometry(32, 32, 80, layers=32),)),
+        Model("smollm2-135m", (Geometry(9, 3, 64, layers=30),), 576, (1536,), 49152),
+        Model("llama-3.2-1b", (Geometry(32, 8, 64, layers=16),), 2048, (8192,), 128256),
+        Model("llama-3.2-3b", (Geometry(24, 8, 128, layers=28),), 3072, (8192,), 128256),
+        Model("qwen3-1.7b", (Geometry(16, 8, 128, layers=28),), 2048, (6144,), 151936),
+        Model("qwen3-8b", (Geometry(32, 8, 128, layers=36),), 4096, (12288,), 151936),
+        Model("gemma-2-2b", (Geometry(8, 4, 256, layers=26),), 2304, (9216,), 256000),
+        Model("phi-2", (Geometry(32, 32, 80, layers=32),), 2560, (10240,), 51200),
     )
 }
 
@@ -79,16 +135,17 @@ def model_named(name: str) -> Model:
 
 
 def model_from_gguf(path: Path) -> Model:
-    """Read the attention geometry from a GGUF file's metadata.
+    """Read a model's shapes from a GGUF file's metadata.
 
-    Layers without key/value heads (recurrent ones in hybrid models) are left out.
+    Layers without key/value heads (recurrent ones in hybrid models) are left out. Sizes of weights may be missing.
 
     Raises
     ------
     ModelError
         If the ``gguf`` package is missing, the file is unreadable, truncated or not GGUF, or lacks attention metadata.
     """
-    metadata = _Metadata(path, _read_fields(path))
+    fields, vocabulary = _read(path)
+    metadata = _Metadata(path, fields)
     layers = metadata.number("block_count")
     heads = metadata.by_layer("attention.head_count", layers)
     kv_heads = metadata.by_layer("attention.head_count_kv", layers, default=heads)
@@ -100,7 +157,10 @@ def model_from_gguf(path: Path) -> Model:
     if not shapes:
         raise ModelError(f"{path}: none of its {layers} layers has key/value heads")
     geometries = tuple(Geometry(*shape, layers=count) for shape, count in shapes.most_common())
-    return Model(metadata.fields.get("general.name") or path.stem, geometries)
+    widths = Counter(metadata.by_layer("feed_forward_length", layers, default=[0] * layers))
+    feed_forward = tuple(width for width, _ in widths.most_common() if width > 0)
+    width = metadata.number("embedding_length") if metadata.key("embedding_length") in fields else 0
+    return Model(fields.get("general.name") or path.stem, geometries, width, feed_forward, vocabulary)
 
 
 @dataclass(frozen=True)
@@ -149,8 +209,8 @@ class _Metadata:
         return head_dim
 
 
-def _read_fields(path: Path) -> dict[str, Any]:
-    """Metadata of a GGUF file by key, arrays as lists, but only the keys that say something about attention."""
+def _read(path: Path) -> tuple[dict[str, Any], int]:
+    """Of a GGUF file: metadata by key, arrays as lists, but only keys that say something about shapes; vocabulary."""
     try:
         from gguf import GGUFReader
     except ImportError:
@@ -175,12 +235,22 @@ def _read_fields(path: Path) -> dict[str, Any]:
         raise ModelError(f"{path}: not a GGUF file")
     try:
         reader = BoundedReader(path)
-        return {key: reader.fields[key].contents() for key in _wanted(reader.fields)}
+        return {key: reader.fields[key].contents() for key in _wanted(reader.fields)}, _vocabulary(reader)
     except EOFError:
         raise ModelError(f"{path}: truncated GGUF file") from None
     except Exception as error:
         # The reader raises whatever the damage happens to lead to: ValueError, IndexError, OverflowError and others.
         raise ModelError(f"{path}: damaged GGUF file ({type(error).__name__}: {_one_line(error)})") from None
+
+
+def _vocabulary(reader: Any) -> int:
+    """Rows of the matrix that gives the logits, which may be more than there are tokens; 0 where nothing says."""
+    shapes = {tensor.name: tensor.shape for tensor in reader.tensors}
+    for name in ("output.weight", "token_embd.weight"):
+        if len(shapes.get(name, ())) == 2:
+            return int(shapes[name][1])
+    tokens = reader.fields.get("tokenizer.ggml.tokens")
+    return 0 if tokens is None else len(tokens.data)
 
 
 def _wanted(keys: Iterable[str]) -> list[str]:
@@ -189,7 +259,7 @@ def _wanted(keys: Iterable[str]) -> list[str]:
         for key in keys
         if key in ("general.architecture", "general.name")
         or ".attention." in key
-        or key.endswith((".block_count", ".embedding_length"))
+        or key.endswith((".block_count", ".embedding_length", ".feed_forward_length"))
     ]
 
 

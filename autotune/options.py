@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from ..kernels.errors import DatabaseError, DeviceError, LowbitError, ProblemError
-from ..kernels.problem import OPERATORS, PRECISIONS, Problem
-from .models import PRESETS, Geometry, model_named
+from ..kernels.problem import OPERATORS, PRECISIONS, Problem, check_tokens
+from .models import PRESETS, Geometry, Matrix, model_named
 
 if TYPE_CHECKING:
     from ..kernels.backend import Backend
@@ -26,9 +27,11 @@ def names(ctx: click.Context, param: click.Parameter, value: str) -> tuple[str, 
     return tuple(dict.fromkeys(word.strip() for word in value.split(",")))
 
 
-def whole_numbers(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
-    """Option callback: whole numbers between commas, each kept once, in the order given."""
-    numbers = []
+def whole_numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...]:
+    """Option callback: whole numbers between commas, each kept once, in the order given; none where none are given."""
+    numbers: list[int] = []
+    if value is None:
+        return ()
     for word in names(ctx, param, value):
         try:
             numbers.append(int(word))
@@ -38,14 +41,14 @@ def whole_numbers(ctx: click.Context, param: click.Parameter, value: str) -> tup
 
 
 def geometry_options(function: F) -> F:
-    """``--model`` or ``--heads``, ``--kv-heads`` and ``--head-dim``; ``--query-rows`` and ``--operator``."""
+    """What a problem is made of, but for its precision and length; the values are those of a `Shape`."""
     for option in reversed(
         (
             click.option(
                 "--model",
                 metavar="NAME|FILE.gguf",
-                help=f"Take the attention geometry from a preset ({', '.join(PRESETS)}) or from a GGUF file. "
-                f"[default: {DEFAULT_MODEL}, unless --heads is given]",
+                help=f"Take the shapes, of attention or weights, from a preset ({', '.join(PRESETS)}) or a GGUF file. "
+                f"[default: {DEFAULT_MODEL}, unless --heads or --rows is given]",
             ),
             click.option("--heads", type=int, help="Query heads, instead of --model."),
             click.option("--kv-heads", type=int, help="Key/value heads.  [default: as many as --heads]"),
@@ -58,8 +61,26 @@ def geometry_options(function: F) -> F:
                 default="attend",
                 show_default=True,
                 metavar="NAME",
-                help=f"What to tune: {', '.join(OPERATORS)}. attend is the whole attention step, qk and sv its halves.",
+                help=f"What to tune: {', '.join(OPERATORS)}. attend is the whole attention step, qk and sv its halves; "
+                "gemv multiplies weights by vectors.",
             ),
+            click.option(
+                "--window",
+                type=int,
+                default=0,
+                metavar="TOKENS",
+                help="attend: each query position sees this many tokens, itself included.  [default: all]",
+            ),
+            click.option(
+                "--softcap",
+                type=float,
+                default=0.0,
+                metavar="NUMBER",
+                help="attend: scores s become softcap * tanh(s / softcap).  [default: as they are]",
+            ),
+            click.option("--rows", type=int, help="gemv: rows (outputs) of one matrix, instead of --model."),
+            click.option("--columns", type=int, help="gemv: columns (inputs) of that matrix, a multiple of 8."),
+            click.option("--vectors", type=int, help="gemv: vectors multiplied at once, 1 to 16.  [default: 1]"),
         )
     ):
         function = option(function)
@@ -121,7 +142,113 @@ def json_option(function: F) -> F:
     )
 
 
-PRECISION_NAMES = ", ".join(PRECISIONS)
+PRECISION_NAMES = f"{', '.join(PRECISIONS)}, or two with a + for keys and values of attend (w8a8+w4a8)"
+
+DEFAULT_TOKENS = (128, 512, 2048, 8192, 32768)
+"""Context lengths that the main job tunes for."""
+
+
+Work = dict[Problem, tuple[int, ...]]
+"""Problems in the order asked for, and the lengths of each."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the options of `geometry_options` say.
+
+    Attributes
+    ----------
+    model, heads, kv_heads, head_dim, query_rows, operator, window, softcap, rows, columns, vectors
+        The options' values.
+    """
+
+    model: str | None
+    heads: int | None
+    kv_heads: int | None
+    head_dim: int | None
+    query_rows: int
+    operator: str
+    window: int
+    softcap: float
+    rows: int | None
+    columns: int | None
+    vectors: int | None
+
+    def work(self, precisions: tuple[str, ...], tokens: tuple[int, ...], default: tuple[int, ...]) -> Work:
+        """Problems, and for each its lengths: context lengths, or the rows of matrices with as many columns.
+
+        Parameters
+        ----------
+        precisions : tuple of str
+        tokens : tuple of int
+            Context lengths that were asked for, if any.
+        default : tuple of int
+            Those that are meant otherwise.
+
+        Raises
+        ------
+        ProblemError
+            If options contradict each other, leave the shape open, or name a problem that cannot exist.
+        ModelError
+            For an unknown preset, or a model file that is unreadable or does not say what is needed.
+        """
+        return (
+            self._matrices(precisions, tokens)
+            if self.operator == "gemv"
+            else self._attention(precisions, tokens or default)
+        )
+
+    def command(self, precisions: tuple[str, ...], tokens: tuple[int, ...]) -> str:
+        """The options again, as one would write them; those at their defaults are left out."""
+        given = {
+            "operator": None if self.operator == "attend" else self.operator,
+            "model": self.model,
+            **{name: getattr(self, name) for name in ("heads", "kv_heads", "head_dim", "rows", "columns", "vectors")},
+            "query_rows": None if self.query_rows == 1 else self.query_rows,
+            "window": self.window or None,
+            "softcap": f"{self.softcap:g}" if self.softcap else None,
+            "precision": ",".join(precisions),
+            "tokens": ",".join(map(str, tokens)) or None,
+        }
+        if not any(given[name] for name in ("model", "heads", "rows")):
+            given["model"] = DEFAULT_MODEL
+        words = ((name.replace("_", "-"), value) for name, value in given.items() if value is not None)
+        return " ".join(f"--{name} {value}" for name, value in words)
+
+    def _attention(self, precisions: tuple[str, ...], tokens: tuple[int, ...]) -> Work:
+        for name in ("rows", "columns", "vectors"):
+            if getattr(self, name) is not None:
+                raise ProblemError(f"--{name} is for --operator gemv, not for {self.operator}")
+        lengths = tuple(check_tokens(count) for count in tokens)
+        return {
+            Problem(
+                self.operator,
+                shape.heads,
+                shape.kv_heads,
+                shape.head_dim,
+                precision,
+                self.query_rows,
+                self.window,
+                self.softcap,
+            ): lengths
+            for shape in geometries(self.model, self.heads, self.kv_heads, self.head_dim)
+            for precision in precisions
+        }
+
+    def _matrices(self, precisions: tuple[str, ...], tokens: tuple[int, ...]) -> Work:
+        for name in ("heads", "kv_heads", "head_dim", "window", "softcap"):
+            if getattr(self, name):
+                raise ProblemError(f"--{name.replace('_', '-')} is for attention, not for gemv")
+        if self.query_rows != 1:
+            raise ProblemError("--query-rows is for attention: gemv takes --vectors")
+        if tokens:
+            raise ProblemError("--tokens is for attention: a matrix's rows come from --model, or from --rows")
+        work: dict[Problem, tuple[int, ...]] = {}
+        for precision in precisions:
+            for matrix in matrices(self.model, self.rows, self.columns):
+                problem = Problem("gemv", 1, 1, matrix.columns, precision, 1 if self.vectors is None else self.vectors)
+                work[problem] = (*work.get(problem, ()), check_tokens(matrix.rows))
+        return work
 
 
 def geometries(
@@ -147,21 +274,23 @@ def geometries(
     return (Geometry(heads, heads if kv_heads is None else kv_heads, head_dim, layers=1),)
 
 
-def problems_of(
-    shapes: tuple[Geometry, ...], operator: str, query_rows: int, precisions: tuple[str, ...]
-) -> list[Problem]:
-    """One problem for each shape and precision.
+def matrices(model: str | None, rows: int | None, columns: int | None) -> tuple[Matrix, ...]:
+    """The matrices that the options ask for.
 
     Raises
     ------
     ProblemError
-        If one of them cannot exist.
+        If they contradict each other or leave the shape open.
+    ModelError
+        For an unknown preset, or a model file that is unreadable or does not say what is needed.
     """
-    return [
-        Problem(operator, shape.heads, shape.kv_heads, shape.head_dim, precision, query_rows)
-        for shape in shapes
-        for precision in precisions
-    ]
+    if rows is None and columns is None:
+        return model_named(model or DEFAULT_MODEL).matrices
+    if model is not None:
+        raise ProblemError("--model excludes --rows and --columns")
+    if rows is None or columns is None:
+        raise ProblemError("a matrix needs both --rows and --columns")
+    return (Matrix("matrix", rows, columns),)
 
 
 def backend_for(device: str) -> Backend:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from ..db.records import Measurement
+from ..kernels.problem import Problem
 from ..search.strategy import Choice
 
 DEFAULT_PROTOCOL = "cold"
@@ -41,6 +42,8 @@ class Options:
         Modules to import first, here and in every worker.
     protocol : str
         ``cold`` or ``warm``; see `lowbit.search.timing`.
+    asked : str
+        The options of the command that say which problems were asked for, for the record of runs.
     deadlines_s : mapping of str to float
         Overrides of `lowbit.search.crew.DEADLINES_S`.
     """
@@ -55,14 +58,27 @@ class Options:
     quick: bool = False
     plugins: tuple[str, ...] = ()
     protocol: str = DEFAULT_PROTOCOL
+    asked: str = ""
     deadlines_s: Mapping[str, float] = field(default_factory=dict)
 
-    def command(self) -> str:
-        """One line that says what was asked for, for the record of runs."""
-        parts = [f"--device {self.device}", f"--strategy {self.strategy}"]
+    def command(self, work: Mapping[Problem, Sequence[int]] | None = None) -> str:
+        """One line that says what was asked for, for the record of runs.
+
+        Parameters
+        ----------
+        work : mapping of Problem to lengths, optional
+            Recorded problem by problem where `asked` does not say it.
+        """
+        parts = [f"--device {self.device}"]
+        parts += [self.asked] if self.asked else []
+        parts += [f"--strategy {self.strategy}"]
         parts += [f"--budget {self.budget_s:g}"] if self.budget_s is not None else []
         parts += ["--quick"] if self.quick else []
-        return " ".join(["autotune", *parts, *(f"--plugin {each}" for each in self.plugins)])
+        parts += [f"--plugin {each}" for each in self.plugins]
+        if work and not self.asked:
+            names = (f"{problem.key} at {','.join(map(str, lengths))}" for problem, lengths in work.items())
+            parts.append(f"({'; '.join(names)})")
+        return " ".join(["autotune", *parts])
 
 
 class Progress(Protocol):

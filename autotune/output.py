@@ -85,7 +85,12 @@ def print_winners(title: str, results: Sequence[Result]) -> None:
         result = [each.provenance, *(f"{name} {value}{unit}" for name, value, unit in known if value is not None)]
         cells = (f"{each.problem}\n{each.tokens}", each.candidate.replace("; ", "\n"), "\n".join(result))
         rows.append(cells)
-    print_table(title, ("problem, tokens", "winner", "result"), rows, lines=True)
+    print_table(title, ("problem, length", "winner", "result"), rows, lines=True)
+
+
+def length_name(problem: str) -> str:
+    """What the length of a problem with this key counts: ``tokens``, or ``rows`` of a matrix."""
+    return "rows" if problem.startswith("gemv ") else "tokens"
 
 
 def print_facts(title: str, facts: Mapping[str, object]) -> None:

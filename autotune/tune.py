@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,7 @@ from ..db.records import TIMED, Winner
 from ..db.store import Store
 from ..kernels.backend import Backend
 from ..kernels.errors import LowbitError, NoiseError
-from ..kernels.problem import Problem
+from ..kernels.problem import Problem, check_tokens
 from ..search.crew import Crew
 from ..search.messages import Setup
 from ..search.rounds import Effort
@@ -44,7 +44,10 @@ BYTES_PER_VALUE = 24
 
 
 def tune(
-    problems: Sequence[Problem], tokens: Sequence[int], options: Options, progress: Progress | None = None
+    problems: Sequence[Problem],
+    tokens: Sequence[int] | Mapping[Problem, Sequence[int]],
+    options: Options,
+    progress: Progress | None = None,
 ) -> TuneReport:
     """Find and store the winner of each problem at each context length.
 
@@ -54,13 +57,15 @@ def tune(
     Parameters
     ----------
     problems : sequence of Problem
-    tokens : sequence of int
-        Context lengths.
+    tokens : sequence of int, or mapping of Problem to one
+        Context lengths, or a matrix's numbers of rows: of all problems, or of each.
     options : Options
     progress : Progress, optional
 
     Raises
     ------
+    ProblemError
+        For a length that is none.
     DeviceError
         For an unknown device, or workers that cannot start.
     DatabaseError
@@ -72,6 +77,8 @@ def tune(
     TuneInterrupted
         On SIGINT and SIGTERM.
     """
+    each = tokens if isinstance(tokens, Mapping) else dict.fromkeys(problems, tokens)
+    work = {problem: sorted({check_tokens(count) for count in each[problem]}) for problem in problems}
     for plugin in options.plugins:
         importlib.import_module(plugin)
     backend = resolve_backend(options.device)
@@ -81,12 +88,10 @@ def tune(
     device = detect()
     report = TuneReport(device.as_dict(), options.db_path)
     with Store.open(options.db_path) as store, _terminating():
-        run = store.put_run(options.command())
+        run = store.put_run(options.command(work))
         status = "failed"
         try:
-            _Run(backend, strategy, device, store, run, options, progress or Silent(), report).tune(
-                list(dict.fromkeys(problems)), sorted(set(tokens))
-            )
+            _Run(backend, strategy, device, store, run, options, progress or Silent(), report).tune(work)
             status = "finished"
         except KeyboardInterrupt:
             status = "interrupted"
@@ -117,10 +122,10 @@ class _Run:
         self.cache_bytes = max(cache.size_bytes for cache in device.caches)
         self.started = time.monotonic()
 
-    def tune(self, problems: Sequence[Problem], tokens: Sequence[int]) -> None:
+    def tune(self, work: Mapping[Problem, Sequence[int]]) -> None:
         self.store.put_device(self.device.fingerprint, self.device.as_dict())
         calibration = self._calibration()
-        setup, size = self._crew_plan(problems, max(tokens))
+        setup, size = self._crew_plan(work)
         with Crew(setup, size, self.options.deadlines_s) as crew:
             bench = self._bench(crew, setup)
             ranker = Ranker(
@@ -128,11 +133,11 @@ class _Run:
             )
             ranked = []
             counted_by = self._counting_deadline()
-            for number, problem in enumerate(problems):
+            for number, (problem, tokens) in enumerate(work.items()):
                 until = None
                 if counted_by is not None:
                     now = time.monotonic()
-                    until = now + max(counted_by - now, 0.0) / (len(problems) - number)
+                    until = now + max(counted_by - now, 0.0) / (len(work) - number)
                 ranked += replace(ranker, until=until).rank(problem, tokens)
             self._decide(ranked, bench, calibration)
 
@@ -159,12 +164,12 @@ class _Run:
         self.progress.update("calibrating", 1, 1, f"{calibration.seconds:.0f} s")
         return calibration
 
-    def _crew_plan(self, problems: Sequence[Problem], tokens: int) -> tuple[Setup, int]:
+    def _crew_plan(self, work: Mapping[Problem, Sequence[int]]) -> tuple[Setup, int]:
         """As many workers as threads, but no more than their operands leave memory for."""
         import psutil
 
         available = int(psutil.virtual_memory().available)
-        values = max(p.kv_heads * p.head_dim for p in problems) * tokens
+        values = max(p.kv_heads * p.head_dim * max(tokens) for p, tokens in work.items())
         room = int(0.7 * available) // (WORKER_BYTES + BYTES_PER_VALUE * values)
         size = max(1, min(self.threads, self.device.cores, room))
         setup = Setup(
@@ -202,7 +207,7 @@ class _Run:
             except NoiseError:
                 faulty = frozenset(n for n, m in session.measured.items() if m.status not in TIMED)
                 choice = predicted_choice(session, faulty=faulty)
-                self.report.noisy.append(f"{each.problem.key}, {each.tokens} tokens")
+                self.report.noisy.append(f"{each.problem.key}, {each.tokens} {each.problem.length_name}")
             finally:
                 self.report.rounds, self.report.tainted = bench.rounds, bench.tainted
                 key = each.problem.key, each.tokens
@@ -235,7 +240,7 @@ class _Run:
 
     def _reporter(self, session: DeviceSession, before: int, planned: int, total: int) -> Callable[[], None]:
         def report() -> None:
-            message = f"{session.problem.key}, {session.tokens} tokens"
+            message = f"{session.problem.key}, {session.tokens} {session.problem.length_name}"
             self.progress.update("measuring", before + min(len(session.settled), planned), total, message)
 
         return report

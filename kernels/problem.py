@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Self
 
 from .errors import ProblemError
@@ -13,6 +14,9 @@ ROLES = {"attend": ("k", "v"), "qk": ("k",), "sv": ("v",), "gemv": ("k",)}
 """Packed operands of each operator. A matrix takes the keys' place: its rows are tokens, its columns channels."""
 
 OPERATORS = tuple(ROLES)
+USER = "user:"
+"""Begins the operator of a kernel of somebody's own, ``user:cosine_scan``; see `lowbit.kernels.user`."""
+
 GROUP = 32
 """Channels that share one fp16 scale."""
 
@@ -44,9 +48,18 @@ PRECISIONS = {
     p.name: p for p in (Precision("fp16", "fp16", 16), Precision("w8a8", "int8", 8), Precision("w4a8", "int4", 4))
 }
 
+_USER_NAME = re.compile(r"user:\w+")
+_USER_ROLES: dict[str, tuple[str, ...]] = {}
+
+
+def declare_operator(operator: str, roles: tuple[str, ...]) -> None:
+    """Say which packed operands the kernel behind ``user:name`` reads; a later declaration replaces an earlier one."""
+    _USER_ROLES[operator] = roles
+
+
 _KEY = re.compile(
-    r"(?P<operator>\w+) (?:h(?P<heads>\d+)/(?P<kv_heads>\d+) d(?P<head_dim>\d+) q|k(?P<columns>\d+) c)(?P<rows>\d+) "
-    r"(?P<precision>[\w+]+)(?: window (?P<window>\d+))?(?: softcap (?P<softcap>[\d.e+-]+))?"
+    r"(?P<operator>(?:user:)?\w+) (?:h(?P<heads>\d+)/(?P<kv_heads>\d+) d(?P<head_dim>\d+) q|k(?P<columns>\d+) c)"
+    r"(?P<rows>\d+) (?P<precision>[\w+]+)(?: window (?P<window>\d+))?(?: softcap (?P<softcap>[\d.e+-]+))?"
 )
 
 
@@ -58,7 +71,7 @@ class Problem:
     ----------
     operator : str
         ``attend`` (fused decode attention), ``qk`` (scores), ``sv`` (weighted sum of values) or ``gemv`` (a matrix
-        times 1 to 16 vectors).
+        times 1 to 16 vectors), or ``user:name`` for a kernel of somebody's own.
     heads, kv_heads : int
         Query heads and key/value heads; ``kv_heads`` divides ``heads``. Both 1 for ``gemv``.
     head_dim : int
@@ -88,12 +101,13 @@ class Problem:
     softcap: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.operator not in OPERATORS:
+        user = _USER_NAME.fullmatch(self.operator) is not None
+        if self.operator not in OPERATORS and not user:
             raise ProblemError(f"unknown operator {self.operator!r}: choose one of {', '.join(OPERATORS)}")
         names = self.precision.split("+")
         if any(name not in PRECISIONS for name in names):
             raise ProblemError(f"unknown precision {self.precision!r}: choose one of {', '.join(PRECISIONS)}")
-        if len(names) > (2 if self.operator == "attend" else 1):
+        if len(names) > (2 if self.operator == "attend" or user else 1):
             raise ProblemError(f"{self.precision}: attend takes one or two precisions, {self.operator} one")
         if len(names) == 2 and names[0] == names[1]:
             object.__setattr__(self, "precision", names[0])
@@ -108,7 +122,7 @@ class Problem:
             raise ProblemError(f"{self.heads} query heads cannot share {self.kv_heads} key/value heads evenly")
         if self.operator == "gemv" and self.heads > 1:
             raise ProblemError(f"gemv has no heads, not {self.heads} of them")
-        most = MOST_COLUMNS if self.operator == "gemv" else 1024
+        most = MOST_COLUMNS if self.operator == "gemv" or user else 1024
         if self.head_dim < 8 or self.head_dim % 8 or self.head_dim > most:
             name = "columns" if self.operator == "gemv" else "head_dim"
             raise ProblemError(f"{name} must be a multiple of 8 from 8 to {most}, not {self.head_dim}")
@@ -130,9 +144,23 @@ class Problem:
         return self.group * self.query_rows
 
     @property
+    def length_name(self) -> str:
+        """What a length of the problem counts: ``tokens``, or ``rows`` of a matrix."""
+        return "rows" if self.operator == "gemv" else "tokens"
+
+    @property
     def roles(self) -> tuple[str, ...]:
-        """Packed operands, of ``k`` and ``v``."""
-        return ROLES[self.operator]
+        """Packed operands, of ``k`` and ``v``.
+
+        Raises
+        ------
+        ProblemError
+            If the operator is somebody's own kernel that this process has not imported.
+        """
+        roles = ROLES.get(self.operator) or _USER_ROLES.get(self.operator)
+        if roles is None:
+            raise ProblemError(f"{self.operator} is not defined here: import the module that defines the kernel first")
+        return roles
 
     def stored(self, role: str) -> Precision:
         """How the operand in ``role`` is stored."""
@@ -189,6 +217,8 @@ class Problem:
 
 def check_tokens(tokens: int) -> int:
     """Return ``tokens`` if it is a context length, else raise `ProblemError`."""
+    if isinstance(tokens, bool) or not isinstance(tokens, Integral):
+        raise ProblemError(f"tokens must be a whole number, not {tokens!r}")
     if not 1 <= tokens <= 1 << 24:
         raise ProblemError(f"tokens must be 1 to {1 << 24}, not {tokens}")
-    return tokens
+    return int(tokens)

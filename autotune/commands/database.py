@@ -9,7 +9,7 @@ import click
 
 from ...kernels.errors import NoWinnerError
 from ..options import database_for_reading, database_option, json_option
-from ..output import Result, print_facts, print_json, print_winners
+from ..output import Result, length_name, print_facts, print_json, print_winners
 
 
 @click.group()
@@ -69,7 +69,7 @@ def winners(database: Path | None, device: str | None, problem: str | None, as_j
     results = [
         Result(
             each.problem,
-            f"{each.tokens} tokens ({each.tokens_from} to {each.tokens_to or 'any'})",
+            f"{each.tokens} {length_name(each.problem)} ({each.tokens_from} to {each.tokens_to or 'any'})",
             each.candidate,
             each.provenance,
             each.predicted_us,

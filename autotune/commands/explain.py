@@ -6,15 +6,16 @@ import gc
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ...kernels.errors import DeviceError
-from ...kernels.problem import check_tokens
 from .. import options
 from ..output import microseconds, print_facts, print_json, print_table
 from ..progress import progress_on
+
+DEFAULT_TOKENS = 4096
 
 if TYPE_CHECKING:
     from ...costmodel.device import Device
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
 @click.option(
     "--precision", default="w8a8", show_default=True, metavar="NAME", help=f"One of {options.PRECISION_NAMES}."
 )
-@click.option("--tokens", type=int, default=4096, show_default=True, help="Context length.")
+@click.option(
+    "--tokens", type=int, help=f"Context length; not for gemv, whose matrix has its rows.  [default: {DEFAULT_TOKENS}]"
+)
 @options.threads_option
 @options.protocol_option
 @options.database_option
@@ -43,14 +46,8 @@ if TYPE_CHECKING:
 @options.json_option
 def explain(
     device: str,
-    model: str | None,
-    heads: int | None,
-    kv_heads: int | None,
-    head_dim: int | None,
-    query_rows: int,
-    operator: str,
     precision: str,
-    tokens: int,
+    tokens: int | None,
     threads: int | None,
     protocol: str,
     database: Path | None,
@@ -58,13 +55,14 @@ def explain(
     show_code: bool,
     plugins: tuple[str, ...],
     as_json: bool,
+    **shape: Any,
 ) -> None:
     """Say why a layout is chosen.
 
     Shows what its prediction adds up from, its measured time and the runner-up's, and for each packing the unpacking
-    instructions per 32 values in the assembly of its best integer kernel. What was counted in assembly is kept in the
-    database if there is one that can be written, and nothing else is changed there; a device that was not calibrated is
-    calibrated roughly for this one answer.
+    instructions per 32 values in the assembly of its best integer kernel. Of a model with several shapes the first is
+    meant. What was counted in assembly is kept in the database if there is one that can be written, and nothing else is
+    changed there; a device that was not calibrated is calibrated roughly for this one answer.
 
     \b
     Example:
@@ -72,9 +70,8 @@ def explain(
     """
     from ..explain import explain as gather
 
-    shape = options.geometries(model, heads, kv_heads, head_dim)[0]
-    (problem,) = options.problems_of((shape,), operator, query_rows, (precision,))
-    check_tokens(tokens)
+    work = options.Shape(**shape).work((precision,), () if tokens is None else (tokens,), (DEFAULT_TOKENS,))
+    problem, (length, *_) = next(iter(work.items()))
     options.import_plugins(plugins)
     backend = _backend(device, isa)
     from ...costmodel.device import detect
@@ -91,9 +88,9 @@ def explain(
     known = path if database is not None or path.exists() else None
     setup = Setup(device, plugins, search_path=tuple(sys.path), isa=isa or "")
     with progress_on(sys.stderr) as progress, Crew(setup, machine.cores) as crew, KeptTiles(known) as kept:
-        knowledge = _knowledge(backend, isa, machine, problem, tokens, count, protocol, known, progress.update)
+        knowledge = _knowledge(backend, isa, machine, problem, length, count, protocol, known, progress.update)
         counter = TileCounter(backend, crew, kept, backend.toolchain())
-        answer = gather(problem, tokens, count, counter, machine, knowledge, protocol, progress.update)
+        answer = gather(problem, length, count, counter, machine, knowledge, protocol, progress.update)
     if knowledge.stale is not None:
         click.echo(f"not considered, tuned with another toolchain: {knowledge.stale.candidate}", err=True)
     if as_json:
@@ -149,13 +146,13 @@ def _knowledge(
 
 def _print(answer: Explanation) -> None:
     print_facts(
-        f"{answer.problem.key} at {answer.tokens} tokens",
+        f"{answer.problem.key} at {answer.tokens} {answer.problem.length_name}",
         {
             "device": answer.device,
             "instruction set": answer.target,
             "threads": answer.threads,
             "provenance": answer.provenance,
-            "tuned at tokens": "" if answer.winner is None else answer.winner.tokens,
+            f"tuned at {answer.problem.length_name}": "" if answer.winner is None else answer.winner.tokens,
         },
     )
     rows: list[tuple[object, ...]] = [("choice", *_cells(answer.choice))]

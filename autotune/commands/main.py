@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ... import __version__
-from ...kernels.problem import check_tokens
 from .. import options
 from ..group import EXIT_STATUSES, Commands, refuse_own_options
-from ..output import Result, print_json, print_winners
+from ..output import Result, length_name, print_json, print_winners
 from ..progress import progress_on
 
 if TYPE_CHECKING:
@@ -42,11 +41,10 @@ def _finite(ctx: click.Context, option: click.Parameter, value: float | None) ->
 )
 @click.option(
     "--tokens",
-    default="128,512,2048,8192,32768",
-    show_default=True,
     callback=options.whole_numbers,
     metavar="LIST",
-    help="Context lengths between commas.",
+    help="Context lengths between commas; not for gemv, whose matrices have their rows.  "
+    f"[default: {','.join(map(str, options.DEFAULT_TOKENS))}]",
 )
 @click.option(
     "--strategy",
@@ -85,13 +83,8 @@ def _finite(ctx: click.Context, option: click.Parameter, value: float | None) ->
 @click.pass_context
 def autotune(
     ctx: click.Context,
+    /,
     device: str,
-    model: str | None,
-    heads: int | None,
-    kv_heads: int | None,
-    head_dim: int | None,
-    query_rows: int,
-    operator: str,
     precision: tuple[str, ...],
     tokens: tuple[int, ...],
     strategy: str,
@@ -104,6 +97,7 @@ def autotune(
     quick: bool,
     plugins: tuple[str, ...],
     as_json: bool,
+    **shape: Any,
 ) -> None:
     """Find the fastest data layouts and kernels for low-bit decoding on a device.
 
@@ -113,13 +107,13 @@ def autotune(
     \b
     Example:
       autotune --device cpu --model llama-3.2-1b --precision w8a8,w4a8 --tokens 512,8192
+      autotune --operator gemv --model llama-3.2-1b --precision w8a8,w4a8
     """
     if ctx.invoked_subcommand is not None:
         refuse_own_options(ctx)
         return
-    shapes = options.geometries(model, heads, kv_heads, head_dim)
-    problems = options.problems_of(shapes, operator, query_rows, precision)
-    lengths = [check_tokens(count) for count in tokens]
+    wanted = options.Shape(**shape)
+    work = wanted.work(precision, tokens, options.DEFAULT_TOKENS)
     options.import_plugins(plugins)
     options.backend_for(device)
     from ..outcome import Options
@@ -136,23 +130,25 @@ def autotune(
         quick=quick,
         plugins=plugins,
         protocol=protocol,
+        asked=wanted.command(precision, tokens),
     )
     with progress_on(sys.stderr) as progress:
-        report = tune(problems, lengths, wishes, progress)
+        report = tune(list(work), work, wishes, progress)
     if as_json:
         print_json(report.as_dict())
     else:
-        _print_winners(report)
+        print_report(report)
 
 
-def _print_winners(report: TuneReport) -> None:
+def print_report(report: TuneReport) -> None:
+    """Print what was found, and what was not measured."""
     results = []
     for decision in report.decisions:
         choice = decision.choice
         results.append(
             Result(
                 decision.problem,
-                f"{decision.tokens} tokens",
+                f"{decision.tokens} {length_name(decision.problem)}",
                 choice.candidate.name,
                 choice.provenance,
                 choice.predicted_us,

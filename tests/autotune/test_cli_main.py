@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +35,19 @@ class Recorder:
 
     def __init__(self) -> None:
         self.problems: list[Problem] = []
-        self.tokens: list[int] = []
+        self.tokens: dict[Problem, Sequence[int]] = {}
         self.options = Options(Path())
 
     def __call__(
-        self, problems: Sequence[Problem], tokens: Sequence[int], options: Options, progress: Progress
+        self, problems: Sequence[Problem], tokens: Mapping[Problem, Sequence[int]], options: Options, progress: Progress
     ) -> TuneReport:
-        self.problems, self.tokens, self.options = list(problems), list(tokens), options
+        self.problems, self.tokens, self.options = list(problems), dict(tokens), options
         progress.update("measuring", 1, 1, "all of it")
         report = TuneReport({"fingerprint": "silicon"}, options.db_path)
         report.candidates = 300
         report.reasons["too wide"] = 20
         for problem in problems:
-            for count in tokens:
+            for count in tokens[problem]:
                 timed, slow = (measurement(problem, count, time_us) for time_us in (25.0, 100.0))
                 choice = Choice(CHOSEN, "verified", 24.0, timed, ("another",), slow)
                 report.decisions.append(Decision(problem.key, count, choice, 0.5))
@@ -75,21 +75,84 @@ def test_each_option_reaches_the_job(tuned: Recorder, tmp_path: Path) -> None:
     )
     assert result.exit_code == 0, result.output
     assert tuned.problems == [Problem("qk", 8, 2, 128, "w4a8", 4), Problem("qk", 8, 2, 128, "fp16", 4)]
-    assert tuned.tokens == [128, 64]
+    assert list(tuned.tokens.values()) == [(128, 64)] * 2
     assert tuned.options == Options(
         db_path=path, device="cpu", strategy="optuna", top_k=5, trials=17, budget_s=2.5, threads=2, quick=True,
-        plugins=("json", "csv"), protocol="warm",
+        plugins=("json", "csv"), protocol="warm", asked="--operator qk --heads 8 --kv-heads 2 --head-dim 128 "
+        "--query-rows 4 --precision w4a8,fp16 --tokens 128,64",
     )  # fmt: skip
 
 
 def test_defaults_are_those_of_the_job(tuned: Recorder, tmp_path: Path) -> None:
     path = tmp_path / "t.db"
     assert run("--db", str(path)).exit_code == 0
-    assert tuned.options == Options(db_path=path)
+    assert tuned.options == Options(db_path=path, asked="--model llama-3.2-1b --precision fp16,w8a8,w4a8")
+    assert set(tuned.tokens.values()) == {(128, 512, 2048, 8192, 32768)}
     assert {(p.operator, p.heads, p.kv_heads, p.head_dim, p.query_rows) for p in tuned.problems} == {
         ("attend", 32, 8, 64, 1)
     }
     assert [p.precision for p in tuned.problems] == ["fp16", "w8a8", "w4a8"]
+
+
+def test_options_of_attention_reach_the_problem(tuned: Recorder, tmp_path: Path) -> None:
+    common = ("--tokens", "64", "--db", str(tmp_path / "t.db"))
+    result = run(
+        "--model", "gemma-2-2b", "--precision", "w8a8+w4a8,fp16", "--window", "4096", "--softcap", "50", *common
+    )
+    assert result.exit_code == 0, result.output
+    assert [problem.key for problem in tuned.problems] == [
+        "attend h8/4 d256 q1 w8a8+w4a8 window 4096 softcap 50", "attend h8/4 d256 q1 fp16 window 4096 softcap 50",
+    ]  # fmt: skip
+    assert "--window 4096 --softcap 50 --precision w8a8+w4a8,fp16" in tuned.options.asked
+
+
+def test_weights_of_a_model_are_matrices_of_each_shape(tuned: Recorder, tmp_path: Path) -> None:
+    common = ("--operator", "gemv", "--db", str(tmp_path / "t.db"))
+    result = run("--model", "llama-3.2-1b", "--precision", "w4a8,w8a8", *common)
+    assert result.exit_code == 0, result.output
+    shapes = {(2048, 2048), (512, 2048), (8192, 2048), (2048, 8192), (128256, 2048)}
+    for precision in ("w4a8", "w8a8"):
+        mine = {p: rows for p, rows in tuned.tokens.items() if p.precision == precision}
+        assert {(row, p.head_dim) for p, rows in mine.items() for row in rows} == shapes
+    assert {(p.operator, p.heads, p.kv_heads, p.query_rows) for p in tuned.problems} == {("gemv", 1, 1, 1)}
+    assert "128256 rows" in result.stdout
+
+
+def test_one_matrix_and_several_vectors(tuned: Recorder, tmp_path: Path) -> None:
+    common = ("--operator", "gemv", "--precision", "w8a8", "--db", str(tmp_path / "t.db"))
+    result = run("--rows", "100", "--columns", "40", "--vectors", "16", *common)
+    assert result.exit_code == 0, result.output
+    assert tuned.tokens == {Problem("gemv", 1, 1, 40, "w8a8", 16): (100,)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--operator", "gemv", "--tokens", "64"), "--tokens is for attention"),
+        (("--operator", "gemv", "--rows", "64"), "both --rows and --columns"),
+        (("--operator", "gemv", "--rows", "0", "--columns", "64"), "tokens must be 1 to"),
+        (("--operator", "gemv", "--rows", "64", "--columns", "63"), "columns must be a multiple of 8"),
+        (("--operator", "gemv", "--rows", "64", "--columns", "64", "--vectors", "17"), "query rows must be 1 to 16"),
+        (("--operator", "gemv", "--rows", "64", "--columns", "64", "--model", "phi-2"), "--model excludes --rows"),
+        (("--operator", "gemv", "--heads", "8"), "--heads is for attention"),
+        (("--operator", "gemv", "--query-rows", "2"), "gemv takes --vectors"),
+        (("--operator", "gemv", "--window", "2"), "--window is for attention"),
+        (("--operator", "gemv", "--precision", "w8a8+w4a8"), "gemv one"),
+        (("--operator", "qk", "--window", "64"), "window and softcap are for attend"),
+        (("--operator", "qk", "--precision", "w8a8+w4a8"), "qk one"),
+        (("--rows", "64"), "--rows is for --operator gemv"),
+        (("--vectors", "1"), "--vectors is for --operator gemv"),
+        (("--window", "-1"), "cannot be -1"),
+        (("--softcap", "nan"), "cannot be 0 and nan"),
+        (("--precision", "w8a8+w4a8+fp16"), "one or two precisions"),
+        (("--tokens", "100.5"), "'100.5' is not a whole number"),
+    ],
+)
+def test_contradictions_are_refused(tuned: Recorder, arguments: tuple[str, ...], complaint: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert complaint in " ".join(result.stderr.split())
+    assert not tuned.problems
 
 
 def test_a_preset_and_heads_give_the_same_problem(tuned: Recorder, tmp_path: Path) -> None:

@@ -57,6 +57,61 @@ def test_presets_are_problems_of_the_published_width(name: str) -> None:
     Problem("attend", shape.heads, shape.kv_heads, shape.head_dim, "w8a8")
 
 
+def test_matrices_of_a_preset_are_those_of_its_layers() -> None:
+    """From the transformer's definition: width × heads·head_dim and back, the feed-forward pair, and the logits."""
+    assert [(m.name, m.rows, m.columns) for m in model_named("smollm2-135m").matrices] == [
+        ("q, o", 576, 576), ("k, v", 192, 576), ("gate, up", 1536, 576), ("down", 576, 1536), ("head", 49152, 576),
+    ]  # fmt: skip
+    assert [(m.name, m.rows, m.columns) for m in model_named("gemma-2-2b").matrices] == [
+        ("q", 2048, 2304), ("k, v", 1024, 2304), ("o", 2304, 2048),
+        ("gate, up", 9216, 2304), ("down", 2304, 9216), ("head", 256000, 2304),
+    ]  # fmt: skip
+    assert next((m.name, m.rows, m.columns) for m in model_named("phi-2").matrices) == ("q, k, v, o", 2560, 2560)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_matrices_of_every_preset_are_problems(name: str) -> None:
+    for matrix in model_named(name).matrices:
+        Problem("gemv", 1, 1, matrix.columns, "w4a8")
+
+
+def test_matrices_of_a_file(tmp_path: Path) -> None:
+    path = write_gguf(
+        tmp_path / "m.gguf", block_count=2, embedding_length=64, attention__head_count=4, feed_forward_length=160
+    )
+    assert [(m.name, m.rows, m.columns) for m in model_named(str(path)).matrices] == [
+        ("q, k, v, o", 64, 64), ("gate, up", 160, 64), ("down", 64, 160), ("head", 3, 64),
+    ]  # fmt: skip
+
+
+def test_vocabulary_is_the_height_of_the_matrix_where_there_is_one(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(2)
+    writer.add_embedding_length(64)
+    writer.add_head_count(4)
+    writer.add_array("llama.feed_forward_length", [96, 128])
+    writer.add_token_list(["a", "b", "c"])
+    writer.add_tensor("token_embd.weight", np.zeros((8, 64), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    shapes = [(m.name, m.rows, m.columns) for m in model_named(str(path)).matrices]
+    assert shapes == [
+        ("q, k, v, o", 64, 64), ("gate, up", 96, 64), ("down", 64, 96), ("gate, up", 128, 64), ("down", 64, 128),
+        ("head", 8, 64),
+    ]  # fmt: skip
+
+
+def test_matrices_need_what_attention_does_not(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", block_count=2, embedding_length=64, attention__head_count=4)
+    model = model_named(str(path))
+    assert model.geometries
+    with pytest.raises(ModelError, match=r"feed_forward_length.*--rows"):
+        model.matrices  # noqa: B018
+
+
 def test_every_promised_preset_exists() -> None:
     assert set(PRESETS) == set(HIDDEN_SIZE)
 
