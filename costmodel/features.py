@@ -10,7 +10,7 @@ from ..kernels.candidate import Candidate
 from ..kernels.problem import Problem, check_tokens
 from .assembly import CLASSES
 from .tile import TileCounts
-from .traffic import call_bytes, layout_of, stored_channels, stored_tokens
+from .traffic import call_bytes, layout_of, stored_channels, visible_tokens, walked_tokens
 
 FLOAT_BYTES = 4
 
@@ -33,9 +33,9 @@ class Features:
     unpack_ops_per_32 : float
         Unpacking instructions for each 32 values, the mean over the packed operands.
     exponentials : int
-        Softmax values computed; 0 for operators without a softmax.
+        Softmax values computed, two for each score that is capped; 0 for operators without a softmax.
     tasks : int
-        Pieces of work that can run in parallel: key/value heads × splits.
+        Pieces of work that can run in parallel: key/value heads × splits, or a matrix's splits.
     threads : int
         Threads that share the tasks.
     """
@@ -84,14 +84,14 @@ def features(
     ProblemError
         If ``tokens`` is no context length.
     """
-    check_tokens(tokens)
+    walked = walked_tokens(problem, check_tokens(tokens))
     instructions = dict.fromkeys(CLASSES, 0.0)
     unpack_ops, per_32 = 0.0, []
     for tile in tiles:
         channels = stored_channels(layout_of(candidate, tile.role), problem.head_dim)
         passes = -(-problem.rows // tile.rows)
-        values = problem.kv_heads * stored_tokens(tokens) * channels * passes
-        block = min(candidate.schedule.block, stored_tokens(tokens))
+        values = problem.kv_heads * walked * channels * passes
+        block = min(candidate.schedule.block, walked)
         for kind, count in tile.executed(values, channels, block).items():
             instructions[kind] += count
         per_32.append(tile.unpack_ops_per_32)
@@ -103,10 +103,18 @@ def features(
         instructions=instructions,
         unpack_ops=unpack_ops,
         unpack_ops_per_32=sum(per_32) / len(per_32) if per_32 else 0.0,
-        exponentials=problem.heads * problem.query_rows * tokens if problem.operator == "attend" else 0,
+        exponentials=_exponentials(problem, tokens),
         tasks=problem.kv_heads * candidate.schedule.splits,
         threads=candidate.schedule.threads,
     )
+
+
+def _exponentials(problem: Problem, tokens: int) -> int:
+    if problem.operator != "attend":
+        return 0
+    # tanh is an exponential and a division.
+    each = 2 if problem.softcap else 1
+    return each * problem.heads * problem.query_rows * visible_tokens(problem, tokens)
 
 
 def _small_operand_bytes(problem: Problem, tokens: int) -> int:

@@ -121,7 +121,8 @@ def scale_bytes(tokens: int, channels: int, line_bytes: int, kv_heads: int = 1, 
 def call_bytes(problem: Problem, candidate: Candidate, tokens: int, line_bytes: int) -> int:
     """Bytes of the distinct cache lines of all packed operands and scales that one call reads, over all heads.
 
-    Storage is taken to hold just the tokens, rounded up to 32, and each array to begin on a line boundary.
+    Storage is taken to hold just the tokens, rounded up to 32, and each array to begin on a line boundary. A window's
+    tokens are counted as if they came first: blocks of 32 are laid out alike.
 
     Raises
     ------
@@ -131,13 +132,14 @@ def call_bytes(problem: Problem, candidate: Candidate, tokens: int, line_bytes: 
         If ``tokens`` is no context length.
     """
     capacity = _blocks(check_tokens(tokens)) * TOKEN_BLOCK
+    read = walked_tokens(problem, tokens)
     total = 0
     for role in problem.roles:
         layout = layout_of(candidate, role)
         channels = stored_channels(layout, problem.head_dim)
-        total += _lines(layout, tokens, capacity, channels, problem.kv_heads, line_bytes) * line_bytes
+        total += _lines(layout, read, capacity, channels, problem.kv_heads, line_bytes) * line_bytes
         if problem.scale_groups(role):
-            total += scale_bytes(tokens, problem.head_dim, line_bytes, problem.kv_heads)
+            total += scale_bytes(read, problem.head_dim, line_bytes, problem.kv_heads, capacity)
     return total
 
 
@@ -164,6 +166,17 @@ def stored_channels(layout: Layout, head_dim: int) -> int:
 def stored_tokens(tokens: int) -> int:
     """Tokens that kernels walk over: whole blocks of 32."""
     return _blocks(tokens) * TOKEN_BLOCK
+
+
+def walked_tokens(problem: Problem, tokens: int) -> int:
+    """Tokens that a call walks over: whole blocks of 32, from the first that the earliest query position sees."""
+    first = max(tokens - problem.query_rows + 1 - problem.window, 0) if problem.window else 0
+    return stored_tokens(tokens) - first // TOKEN_BLOCK * TOKEN_BLOCK
+
+
+def visible_tokens(problem: Problem, tokens: int) -> int:
+    """Most tokens that one query position sees."""
+    return min(tokens, problem.window or tokens)
 
 
 def count_lines(pattern: Pattern, line_bytes: int) -> int:

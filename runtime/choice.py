@@ -12,8 +12,9 @@ from ..kernels.problem import Problem
 
 HOW = ("exact", "nearest", "family", "other_device", "default")
 """In order of preference. ``exact``: a winner's token range holds the context length. ``nearest``: another length of
-the same problem. ``family``: the same operator, precision and head dimension with other heads or query rows.
-``other_device``: any of these from a device of the same instruction set. ``default``: the untuned baseline."""
+the same problem. ``family``: the same operator, precision and head dimension with other heads, query rows, window or
+soft-cap, or a matrix with other columns. ``other_device``: any of these from a device of the same instruction set.
+``default``: the untuned baseline."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Entry:
     stale : bool
         See `Choice`.
     distance : float
-        Octaves between the winner's problem and this one, in rows and in key/value heads; 0 for the same problem.
+        See `distance`; 0 for the same problem.
     octave : float
         log2 of the winner's context length.
     """
@@ -69,13 +70,20 @@ class Pools:
 
 
 def related(one: Problem, other: Problem) -> bool:
-    """Whether two problems are of one family."""
-    return (one.operator, one.precision, one.head_dim) == (other.operator, other.precision, other.head_dim)
+    """Whether two problems are of one family; matrices are, whatever their columns."""
+    if (one.operator, one.precision) != (other.operator, other.precision):
+        return False
+    return one.operator == "gemv" or one.head_dim == other.head_dim
 
 
 def distance(one: Problem, other: Problem) -> float:
-    """Octaves between two problems of one family."""
-    return abs(log2(one.rows / other.rows)) + abs(log2(one.kv_heads / other.kv_heads))
+    """Octaves between two problems of one family.
+
+    Another window or soft-cap counts as one octave: what is read lies as it would otherwise.
+    """
+    octaves = (log2(a / b) for a, b in ((one.rows, other.rows), (one.kv_heads, other.kv_heads)))
+    shape = sum(map(abs, octaves)) + abs(log2(one.head_dim / other.head_dim))
+    return shape + (one.window != other.window) + (one.softcap != other.softcap)
 
 
 def ranked(pools: Pools, tokens: int) -> Iterator[Choice]:

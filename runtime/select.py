@@ -17,7 +17,7 @@ from ..db.store import Store
 from ..kernels.backend import Backend, Kernel, backend_named
 from ..kernels.candidate import Candidate
 from ..kernels.errors import CompileError, LayoutError, NoWinnerError, ProblemError
-from ..kernels.problem import Problem, check_tokens
+from ..kernels.problem import USER, Problem, check_tokens
 from .choice import Choice, Entry, Pools, distance, ranked, related
 
 if TYPE_CHECKING:
@@ -60,6 +60,8 @@ class Database:
         self._kernels: dict[tuple[Problem, str], Kernel] = {}
         self._refused: dict[tuple[Problem, str], str] = {}
         self._announced: set[Problem] = set()
+        self._user_backends: dict[str, Backend] = {}
+        self._toolchains: dict[str, str] = {}
         self._lock = threading.Lock()
 
     def select(self, problem: Problem | str, tokens: int, device: str | None = None) -> Kernel:
@@ -82,6 +84,8 @@ class Database:
             For a malformed key or ``tokens`` out of range.
         CompileError
             If not even the baseline compiles.
+        KernelError
+            If the problem is one of somebody's own kernel that this process has not imported.
         """
         problem = _problem(problem)
         skipped: dict[str, str] = {}
@@ -133,9 +137,20 @@ class Database:
     def _backend(self) -> Backend:
         return backend_named(self._backend_name)
 
-    @cached_property
-    def _toolchain(self) -> str:
-        return self._backend.toolchain()
+    def _backend_for(self, problem: Problem) -> Backend:
+        """The backend of a problem: somebody's own kernel has one to itself."""
+        if not problem.operator.startswith(USER):
+            return self._backend
+        if problem.operator not in self._user_backends:
+            from ..kernels.cpu.user import backend_of
+
+            self._user_backends[problem.operator] = backend_of(problem.operator)
+        return self._user_backends[problem.operator]
+
+    def _toolchain(self, problem: Problem) -> str:
+        if problem.operator not in self._toolchains:
+            self._toolchains[problem.operator] = self._backend_for(problem).toolchain()
+        return self._toolchains[problem.operator]
 
     @cached_property
     def _machine(self) -> Device:
@@ -150,7 +165,7 @@ class Database:
     def _choices(self, problem: Problem, tokens: int, device: str | None) -> Iterator[Choice]:
         """Every choice, best first, with the default at the end."""
         yield from ranked(self._pools_of(problem, device or self._fingerprint), tokens)
-        yield Choice(None, self._backend.baseline(problem, self._machine.cores), "default")
+        yield Choice(None, self._backend_for(problem).baseline(problem, self._machine.cores), "default")
 
     def _pools_of(self, problem: Problem, device: str) -> Pools:
         known = self._pools.get((device, problem))
@@ -181,7 +196,7 @@ class Database:
         schedule = candidate.schedule
         if winner.device != device and schedule.threads > self._machine.cores:
             candidate = replace(candidate, schedule=replace(schedule, threads=self._machine.cores))
-        stale = winner.toolchain != self._toolchain
+        stale = winner.toolchain != self._toolchain(problem)
         return Entry(winner, candidate, stale, distance(stored, problem), log2(winner.tokens))
 
     def _kernel(self, problem: Problem, candidate: Candidate) -> Kernel:
@@ -191,37 +206,37 @@ class Database:
             with self._lock:
                 kernel = self._kernels.get(key)
                 if kernel is None:
-                    kernel = self._kernels[key] = self._backend.compile(problem, candidate)
+                    kernel = self._kernels[key] = self._backend_for(problem).compile(problem, candidate)
         return kernel
 
     def _announce(self, problem: Problem, tokens: int, choice: Choice, skipped: Mapping[str, str]) -> None:
         if (choice.how == "exact" and not choice.stale and not skipped) or problem in self._announced:
             return
         self._announced.add(problem)
-        message = f"{problem.key} at {tokens} tokens: {self._reason(choice)}"
+        message = f"{problem.key} at {tokens} {problem.length_name}: {self._reason(problem, choice)}"
         if skipped:
             reasons = ", ".join(f"{name} ({reason})" for name, reason in skipped.items())
             message += f"; skipped what does not compile here: {reasons}"
         warnings.warn(message, FallbackWarning, stacklevel=3)
 
-    def _reason(self, choice: Choice) -> str:
+    def _reason(self, problem: Problem, choice: Choice) -> str:
         winner = choice.winner
         if winner is None:
             return f"{self.path} has nothing that fits; using the untuned baseline, {choice.candidate}"
         because = {"exact": "", "nearest": "no winner for this length; "}
         missing = "no winner for this problem here; "
-        where = f"tuned at {winner.tokens} tokens"
+        where = f"tuned at {winner.tokens} {problem.length_name}"
         if choice.how in ("family", "other_device"):
             where += f" for {winner.problem}"
         if choice.how == "other_device":
             where += f" on {self._devices[winner.device].get('description', winner.device)}"
         if choice.stale:
-            where += f" with another toolchain ({winner.toolchain}, here {self._toolchain})"
+            where += f" with another toolchain ({winner.toolchain}, here {self._toolchain(problem)})"
         return f"{because.get(choice.how, missing)}using {choice.candidate}, {where}"
 
 
 def open_db(path: str | Path, backend: str = "cpu") -> Database:
-    """Load a tuned database. Never writes or tunes, and needs no network.
+    """Load a tuned database. Never tunes, never changes the file, and needs no network.
 
     Parameters
     ----------

@@ -81,3 +81,30 @@ def test_features_survive_json() -> None:
     problem = Problem("attend", heads=4, kv_heads=2, head_dim=64, precision="w4a8")
     found = features(problem, Candidate(LAYOUT, LAYOUT, "integer", SCHEDULE), 50, tiles(), 128)
     assert Features.from_dict(json.loads(json.dumps(found.as_dict()))) == found
+
+
+def test_a_window_bounds_what_is_walked_and_weighted() -> None:
+    candidate = Candidate(LAYOUT, LAYOUT, "integer", SCHEDULE)
+    whole = Problem("attend", 12, 2, 128, "w4a8")
+    narrow = Problem("attend", 12, 2, 128, "w4a8", window=96)
+    capped = Problem("attend", 12, 2, 128, "w4a8", softcap=30.0)
+    found = {p: features(p, candidate, 960, tiles(), 64) for p in (whole, narrow, capped)}
+    # Tokens 864 … 959 are three whole blocks of 30.
+    for kind in ("load", "dot", "convert"):
+        assert found[narrow].instructions[kind] == found[whole].instructions[kind] / 10
+    assert found[narrow].bytes == found[whole].bytes / 10
+    assert found[narrow].exponentials == 12 * 96
+    assert found[capped].exponentials == 2 * found[whole].exponentials
+    assert found[capped].bytes == found[whole].bytes
+
+
+def test_features_of_a_matrix() -> None:
+    problem = Problem("gemv", 1, 1, 128, "w4a8", query_rows=5)
+    candidate = Candidate(LAYOUT, None, "integer", SCHEDULE)
+    found = features(problem, candidate, 100, tiles()[:1], 64)
+    # Five vectors take two passes of four over 128 rows of 128 columns.
+    assert found.instructions["dot"] == 2 * 128 * 128 / 64
+    assert found.exponentials == 0
+    assert (found.tasks, found.threads) == (3, 2)
+    # Vectors and results: 5 × (128 columns + 100 rows) of float32.
+    assert found.working_set_bytes == found.bytes + 5 * (128 + 100) * 4

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from lowbit.costmodel.traffic import call_bytes, operand_bytes, scale_bytes
+from lowbit.costmodel.traffic import call_bytes, operand_bytes, scale_bytes, visible_tokens, walked_tokens
 from lowbit.kernels.candidate import Candidate, Schedule
 from lowbit.kernels.errors import LayoutError, ProblemError
 from lowbit.kernels.layout import Layout
@@ -158,3 +158,37 @@ def test_call_bytes_refuse_what_has_no_answer() -> None:
         call_bytes(problem, Candidate(layout, None, "float", SCHEDULE), 32, 64)
     with pytest.raises(ProblemError, match="tokens"):
         call_bytes(problem, Candidate(layout, layout, "float", SCHEDULE), 0, 64)
+
+
+@pytest.mark.parametrize(
+    "name", ["T D | int8/bytes/signed", "T/16 D/4 t16 d4 | int4/planes/offset", "T/32 D t32 | fp16"]
+)
+@pytest.mark.parametrize(("tokens", "window", "rows"), [(200, 64, 1), (200, 65, 1), (257, 32, 4), (90, 500, 2)])
+def test_bytes_of_a_window_are_those_of_its_tokens(name: str, tokens: int, window: int, rows: int) -> None:
+    layout = Layout.parse(name)
+    precision = {"fp16": "fp16", "int8": "w8a8", "int4": "w4a8"}[layout.packing.format]
+    problem = Problem("attend", 4, 2, 64, precision, rows, window)
+    # Query position i of n sees tokens up to tokens − n + i, and its window ends there.
+    seen = [t for i in range(rows) for t in range(tokens - rows + i + 1) if t > tokens - rows + i - window]
+    first, capacity = min(seen) // 32 * 32, -(-tokens // 32) * 32
+    assert walked_tokens(problem, tokens) == capacity - first
+    assert visible_tokens(problem, tokens) == max(sum(t > q - window for t in range(q + 1)) for q in (tokens - 1,))
+    byte, _ = layout.address(np.arange(first, capacity)[:, None], np.arange(64)[None, :], capacity, 64)
+    stride, width = layout.head_bytes(capacity, 64), max(1, layout.packing.bits // 8)
+    words = {(head * stride + each + part) // 64 for head in range(2) for each in byte.ravel() for part in range(width)}
+    scales = set()
+    if layout.packing.format != "fp16":
+        head_bytes = -(-2 * capacity * 2 // 64) * 64
+        blocks = range(first // 32, capacity // 32)
+        scales = {
+            (head * head_bytes + 128 * block + b) // 64 for head in range(2) for block in blocks for b in range(128)
+        }
+    expected = 2 * 64 * (len(words) + len(scales))
+    assert call_bytes(problem, Candidate(layout, layout, "integer", SCHEDULE), tokens, 64) == expected
+
+
+def test_bytes_of_a_matrix_are_its_rows() -> None:
+    layout = Layout.parse("T/16 D/4 t16 d4 | int8/bytes/signed")
+    problem = Problem("gemv", 1, 1, 576, "w8a8")
+    candidate = Candidate(layout, None, "integer", SCHEDULE)
+    assert call_bytes(problem, candidate, 192, 64) == 192 * (576 + 2 * 18)

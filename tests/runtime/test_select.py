@@ -15,6 +15,7 @@ from lowbit.kernels.errors import CompileError, DatabaseError, NoWinnerError, Pr
 from lowbit.kernels.layout import Layout
 from lowbit.kernels.problem import Problem
 from lowbit.runtime import Choice, Database, FallbackWarning, open_db
+from lowbit.runtime.choice import distance, related
 
 PROBLEM = Problem("attend", 32, 8, 128, "w8a8")
 MACHINE = SimpleNamespace(fingerprint="here", isa="avx2", cores=2)
@@ -267,3 +268,21 @@ def test_file_may_vanish_once_loaded(tmp_path: Path, backend: FakeBackend) -> No
     (tmp_path / "t.db").unlink()
     assert db.select(PROBLEM, 512).candidate == candidate(1)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_distance_counts_octaves_of_shape_and_one_for_each_other_option():
+    assert distance(PROBLEM, PROBLEM) == 0
+    assert distance(PROBLEM, replace(PROBLEM, query_rows=4)) == 2
+    assert distance(PROBLEM, replace(PROBLEM, window=4096, softcap=50.0)) == 2
+    assert distance(replace(PROBLEM, window=512), replace(PROBLEM, window=4096)) == 1
+    matrix = Problem("gemv", 1, 1, 2048, "w4a8")
+    assert distance(matrix, replace(matrix, head_dim=8192, query_rows=2)) == 3
+
+
+def test_matrices_are_related_whatever_their_columns_and_attention_is_not():
+    matrix = Problem("gemv", 1, 1, 2048, "w4a8")
+    assert related(matrix, replace(matrix, head_dim=576, query_rows=16))
+    assert not related(matrix, replace(matrix, precision="w8a8"))
+    assert not related(PROBLEM, replace(PROBLEM, head_dim=64))
+    assert not related(PROBLEM, replace(PROBLEM, precision="w8a8+w4a8"))
+    assert related(PROBLEM, replace(PROBLEM, window=64))
