@@ -1,4 +1,8 @@
-"""Measured read bandwidth, as a curve over the working set, for one to all threads."""
+"""Measured read bandwidth, as a curve over the working set, for one to all threads.
+
+Bandwidth is what the fastest of several ways to read reaches (`lowbit.costmodel.microloops.READERS`). Where caches can
+be evicted, measuring memory needs no buffer larger than they are.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +15,41 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from ..kernels.cpu.memory import can_evict
 from .device import Device
+from .microloops import READERS
 
 if TYPE_CHECKING:
     from .microbench import Bench
 
 CALL_BYTES = 8 << 20  # what one timed call streams: long against a fork, short against a scheduler's time slice
-_BATCH = 7  # calls whose median is one reading
-_WARM = 3  # unmeasured calls first: a last-level cache that takes what others evict fills slowly
-_LARGEST_BYTES = 256 << 20
+_BATCH = 5  # calls whose median is one reading
+_WARM = 2  # unmeasured rounds through the buffer first: a last level that takes what others evict fills slowly
+_LARGEST_BYTES = 128 << 20
+_LARGEST_LEVEL_BYTES = 32 << 20  # of a huge last level, others may have the rest
+_LARGEST_COPIED_BYTES = 512 << 20
+
+
+@dataclass(frozen=True)
+class WorkingSet:
+    """Data to stream again and again.
+
+    Attributes
+    ----------
+    size_bytes : int
+        How much there is.
+    level : str
+        See `BandwidthPoint`.
+    stands_for_bytes : int
+        The working set whose bandwidth it shows: larger than ``size_bytes`` if it is evicted.
+    evicted : bool
+        Whether to evict it before each call, and to go through it once in a call.
+    """
+
+    size_bytes: int
+    level: str
+    stands_for_bytes: int
+    evicted: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,45 +127,68 @@ class Bandwidth:
         return cls(tuple(BandwidthPoint(**point) for point in data["points"]))
 
 
-def sizes(device: Device) -> list[tuple[int, str]]:
-    """Working sets to measure, ascending, with the level that each stands for.
+def working_sets(device: Device, evicts: bool | None = None) -> list[WorkingSet]:
+    """What to measure, ascending.
 
-    Half of each level stands for the level; the transition after it is sampled at its size and at one and a half times
-    that; four times the last level (at most 256 MiB) is memory.
+    Half of each level stands for the level, at most 32 MiB of the last one; the transition after it is sampled at its
+    size and at one and a half times that, up to 128 MiB. Memory is four times the last level (at most 256 MiB, at least
+    twice the level), or a few evicted megabytes that stand for it.
+
+    Parameters
+    ----------
+    device : Device
+    evicts : bool, optional
+        Whether this machine can evict, if not what it says.
     """
     wanted: dict[int, str] = {}
     for cache in device.caches:
         total = cache.size_bytes
         wanted |= {total // 2: f"L{cache.level}", total: "", total * 3 // 2: ""}
-    last = device.caches[-1].size_bytes
-    memory = max(min(4 * last, _LARGEST_BYTES, device.memory_bytes // 8), 2 * last)
-    kept = {size: level for size, level in wanted.items() if size < memory}
-    return sorted((kept | {memory: "DRAM"}).items())
+    last = device.caches[-1]
+    nearer = max((3 * cache.size_bytes for cache in device.caches[:-1]), default=0)
+    if last.size_bytes // 2 > max(_LARGEST_LEVEL_BYTES, nearer):
+        del wanted[last.size_bytes // 2]
+        level = max(_LARGEST_LEVEL_BYTES, nearer)
+        wanted |= {level: f"L{last.level}", 2 * level: "", 4 * level: ""}
+    memory = max(min(4 * last.size_bytes, 2 * _LARGEST_BYTES, device.memory_bytes // 8), 2 * last.size_bytes)
+    kept = {size: level for size, level in wanted.items() if size < memory and (level or size <= _LARGEST_BYTES)}
+    sets = [WorkingSet(size, level, size) for size, level in sorted(kept.items())]
+    if can_evict() if evicts is None else evicts:
+        return [*sets, WorkingSet(CALL_BYTES, "DRAM", memory, evicted=True)]
+    return [*sets, WorkingSet(min(memory, _LARGEST_COPIED_BYTES), "DRAM", memory)]
 
 
-def windows_of(working_set_bytes: int) -> int:
+def windows_of(working_set: WorkingSet) -> int:
     """Calls of `CALL_BYTES` that it takes to go once through a working set, rounded down."""
-    return max(working_set_bytes // CALL_BYTES, 1)
+    return max(working_set.size_bytes // CALL_BYTES, 1)
 
 
 def measure_bandwidth(bench: Bench, thread_counts: Sequence[int]) -> Bandwidth:
-    """Stream a buffer of every size in `sizes` with every thread count, once round; hold `pinned` meanwhile.
+    """Stream every one of `working_sets` with every thread count, once round; hold `pinned` meanwhile.
 
-    A point is the median of several calls. Contention only ever adds time, so repeat and combine with `fastest`.
+    A point is the median of several calls of the way of reading that is fastest there. Contention only ever adds time,
+    so repeat and combine with `fastest`.
     """
     points = []
-    for size, level in sizes(bench.device):
+    for each in working_sets(bench.device):
         for threads in thread_counts:
-            windows = windows_of(size)
-            per_thread = bench.whole_steps("stream", size // windows // threads)
-            passes = max(CALL_BYTES // (per_thread * threads), 1)
-            call = bench.call("stream", threads, threads, per_thread, passes, windows)
-            for _ in range(_WARM * windows if level != "DRAM" else 1):
-                call()
-            seconds = statistics.median(bench.seconds(call) for _ in range(_BATCH))
-            gbps = per_thread * threads * passes / seconds / 1e9
-            points.append(BandwidthPoint(threads, size, gbps, level))
+            gbps = max(_gbps(bench, each, threads, reader) for reader in READERS)
+            points.append(BandwidthPoint(threads, each.stands_for_bytes, gbps, each.level))
     return Bandwidth(tuple(points))
+
+
+def _gbps(bench: Bench, each: WorkingSet, threads: int, reader: str) -> float:
+    windows = windows_of(each)
+    per_thread = bench.whole_steps(reader, each.size_bytes // windows // threads)
+    passes = 1 if each.evicted else max(CALL_BYTES // (per_thread * threads), 1)
+    call = bench.call(reader, threads, threads, per_thread, passes, windows)
+    if each.evicted:
+        seconds = statistics.median(bench.cold_seconds(call, each.size_bytes, threads) for _ in range(_BATCH))
+    else:
+        for _ in range(_WARM * windows if each.level != "DRAM" else 1):
+            call()
+        seconds = statistics.median(bench.seconds(call) for _ in range(_BATCH))
+    return per_thread * threads * passes / seconds / 1e9
 
 
 def fastest(first: Bandwidth, second: Bandwidth) -> Bandwidth:

@@ -6,27 +6,30 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 from ..kernels.backend import backend_named
-from ..kernels.cpu.pool import pinned
-from .bandwidth import Bandwidth, fastest, measure_bandwidth, sizes, windows_of
+from ..kernels.cpu.pool import allowed_cpus, pinned
+from ..kernels.cpu.wake import Meeting, wake
+from .bandwidth import Bandwidth, WorkingSet, fastest, measure_bandwidth, windows_of, working_sets
 from .device import Device
 from .features import Features
 from .lep import Coefficients, fit_extended, fit_two_term, predict_many
 from .microbench import MOST_TASKS, Bench
+from .microloops import STREAMED
 
 QUICK_BUDGET_S = 8.0
 """A budget that still gives a usable fit."""
 
-_ROUNDS = 30
+_ROUNDS = 20
 _WARM = 3  # unmeasured calls first: a last-level cache that takes what others evict fills slowly
 _BATCH, _MOST_CALLS, _READING_S = 5, 101, 500e-6  # a reading: at least so many calls, more of short ones
 _COMPUTE_BYTES = 8 << 10  # a quarter of the smallest common first-level cache
 _COMPUTE_S = 150e-6  # a hundred times the cost of a call
+_PARKED_S = 0.002  # four times as long as idle threads spin
+_FORK = ("fork_us", "parked_us")
 _PROBE_BYTES = 256 << 10
-_STREAMED = ("stream", "dot", "dot_rows", "nibble_dot", "permute_dot", "nibble_float", "to_float", "half")
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,8 @@ class Sample:
     Attributes
     ----------
     loop : str
-        A loop of `lowbit.costmodel.microbench.LOOPS`, or ``nothing``.
+        A loop of `lowbit.costmodel.microloops.LOOPS`, ``nothing`` (empty tasks) or ``meeting`` (one empty task for each
+        thread, which all have to come).
     level : str
         Cache level that holds its data.
     features : Features
@@ -63,9 +67,14 @@ class Calibration:
         Most threads measured with.
     bandwidth : Bandwidth
     two_term, extended : Coefficients
-        Their residuals are over the samples that each form can describe: ``two_term`` has no term for the fork and the
-        softmax and is fitted to what streams or unpacks on ``threads`` threads.
+        Their residuals are over the samples that each form can describe: ``two_term`` has no term for caches, the fork
+        and the softmax, and is fitted to what ``threads`` threads read from memory.
     samples : tuple of Sample
+    fork_us : float or None
+        A fork that all threads join, their pool spinning, as between the calls of a decode loop: what the extended
+        form's fork is fitted to. None for one thread.
+    parked_us : float or None
+        The same after a pause in which the pool's threads have gone to sleep.
     noise : float
         Median over the samples of how much slower than the best round the middle round was; above 0.1 something else
         was running.
@@ -83,12 +92,14 @@ class Calibration:
     noise: float
     seconds: float
     toolchain: str
+    fork_us: float | None = None
+    parked_us: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready; `from_dict` is the inverse."""
         parts = {name: getattr(self, name).as_dict() for name in ("device", "bandwidth", "two_term", "extended")}
         samples = [asdict(sample) for sample in self.samples]
-        rest = {name: getattr(self, name) for name in ("threads", "noise", "seconds", "toolchain")}
+        rest = {name: getattr(self, name) for name in ("threads", "noise", "seconds", "toolchain", *_FORK)}
         return {**parts, **rest, "samples": samples}
 
     @classmethod
@@ -104,6 +115,7 @@ class Calibration:
             data["noise"],
             data["seconds"],
             data["toolchain"],
+            *(data.get(name) for name in _FORK),
         )
 
 
@@ -114,6 +126,7 @@ class _Plan:
     call: Callable[[], None]
     features: Features
     warm: int
+    evicted_bytes: int = 0
 
 
 def calibrate(device: Device, threads: int, budget_s: float = 60.0) -> Calibration:
@@ -139,26 +152,30 @@ def calibrate(device: Device, threads: int, budget_s: float = 60.0) -> Calibrati
     if threads < 1:
         raise ValueError(f"cannot calibrate {threads} threads")
     started = time.perf_counter()
-    bench = Bench(device, max(size for size, _ in sizes(device)))
+    bench = Bench(device, max(each.size_bytes for each in working_sets(device)))
     counts = sorted({1 << bit for bit in range(threads.bit_length())} | {threads})
     counts = [count for count in counts if count <= threads]
     with pinned():
         plans = _plans(bench, threads)
-        overhead = bench.call("nothing", 1, 1, 64, 1)
+        overhead = _Plan(
+            "nothing", "", bench.call("nothing", 1, 1, 64, 1), bench.features("nothing", 1, 1, 64, 1), _WARM
+        )
         readings: list[list[float]] = [[] for _ in plans]
         empty: list[float] = []
+        parked: list[float] = []
         bandwidth = measure_bandwidth(bench, counts)
         for _ in range(_ROUNDS):
             round_started = time.perf_counter()
             empty.append(_reading(bench, overhead))
             for plan, seen in zip(plans, readings, strict=True):
-                seen.append(_reading(bench, plan.call, plan.warm))
+                seen.append(_reading(bench, plan))
+            parked += _parked(bench, threads)
             bandwidth = fastest(bandwidth, measure_bandwidth(bench, counts))
             now = time.perf_counter()
-            if now - started + 1.3 * (now - round_started) > 0.9 * budget_s:
+            if now - started + 1.3 * (now - round_started) > 0.75 * budget_s:
                 break
-    # Contention only adds time, so the fastest round is nearest the truth; but a fork that finds its workers busy is
-    # cheaper than one that they join, so of empty tasks the middle round is.
+    # Contention only adds time, so the fastest round is nearest the truth; but empty tasks that the caller runs before
+    # anybody comes are cheaper than a fork that is joined, so of those the middle round is.
     typical = [
         statistics.median(seen) if plan.loop == "nothing" else min(seen)
         for plan, seen in zip(plans, readings, strict=True)
@@ -175,16 +192,41 @@ def calibrate(device: Device, threads: int, budget_s: float = 60.0) -> Calibrati
         for plan, time_us, short, long in zip(plans, measured, *predictions, strict=True)
     )
     toolchain = backend_named("cpu").toolchain()
+    fork_us = next((sample.measured_us for sample in samples if sample.loop == "meeting"), None)
+    parked_us = statistics.median(parked) * 1e6 if parked else None
     seconds = time.perf_counter() - started
-    return Calibration(device, threads, bandwidth, two_term, extended, samples, noise, seconds, toolchain)
+    return Calibration(
+        device, threads, bandwidth, two_term, extended, samples, noise, seconds, toolchain, fork_us, parked_us
+    )
 
 
 def _two_term_sees(plan: _Plan) -> bool:
-    return plan.features.unpack_ops > 0 or plan.level not in ("", "L1")
+    """The published form has one bandwidth, the memory's: what caches hold would contradict it."""
+    return plan.level == "DRAM"
 
 
-def _reading(bench: Bench, call: Callable[[], None], warm: int = _WARM) -> float:
-    for _ in range(warm):
+def _parked(bench: Bench, threads: int) -> list[float]:
+    """Seconds of a fork that all threads join when they were asleep; nothing if they cannot all be on a core."""
+    if not _can_meet(threads):
+        return []
+
+    def call() -> None:
+        wake(threads)
+
+    time.sleep(_PARKED_S)
+    return [bench.seconds(call)]
+
+
+def _can_meet(threads: int) -> bool:
+    return 1 < threads <= len(allowed_cpus())
+
+
+def _reading(bench: Bench, plan: _Plan) -> float:
+    call = plan.call
+    if plan.evicted_bytes:
+        threads = plan.features.threads
+        return statistics.median(bench.cold_seconds(call, plan.evicted_bytes, threads) for _ in range(_BATCH))
+    for _ in range(plan.warm):
         call()
     seconds = [bench.seconds(call) for _ in range(_BATCH)]
     more = int(_READING_S / min(seconds)) - _BATCH
@@ -211,18 +253,29 @@ def _plans(bench: Bench, threads: int) -> list[_Plan]:
         passes = long_enough(loop, size)
         for used in sorted({1, threads}):
             add(loop, "L1", used, used, size, passes)
-        if threads > 1 and loop in _STREAMED:
+        if threads > 1 and loop in STREAMED:
             add(loop, "L1", threads, 2 * threads - 1, size, passes)
-    for total, level in sizes(bench.device):
-        for loop in _STREAMED if level not in ("", "L1") else ():
-            if loop not in bench.names:
-                continue
-            for used in sorted({1, threads}):
-                windows = windows_of(total)
-                size = bench.whole_steps(loop, total // windows // used)
-                add(loop, level, used, used, size, long_enough(loop, size), windows)
+    for each in working_sets(bench.device):
+        for loop in STREAMED if each.level not in ("", "L1") else ():
+            if loop in bench.names:
+                plans += [_streamed(bench, loop, each, used, long_enough) for used in sorted({1, threads})]
     add("nothing", "", 1, MOST_TASKS, 64, 1)
+    if _can_meet(threads):
+        plans.append(_Plan("meeting", "", Meeting(threads), bench.features("nothing", threads, threads, 64, 1), _WARM))
     if threads > 1:
-        for tasks in (threads, 8 * threads, 64 * threads):
+        for tasks in (threads, 8 * threads, 64 * threads) if not _can_meet(threads) else (64 * threads,):
             add("nothing", "", threads, min(tasks, MOST_TASKS), 64, 1)
     return plans
+
+
+def _streamed(bench: Bench, loop: str, each: WorkingSet, used: int, long_enough: Callable[[str, int], int]) -> _Plan:
+    """``loop`` on ``used`` threads, over a working set beyond the first level."""
+    windows = windows_of(each)
+    size = bench.whole_steps(loop, each.size_bytes // windows // used)
+    passes = 1 if each.evicted else long_enough(loop, size)
+    features = bench.features(loop, used, used, size, passes, windows)
+    call = bench.call(loop, used, used, size, passes, windows)
+    if each.evicted:
+        features = replace(features, working_set_bytes=each.stands_for_bytes)
+        return _Plan(loop, each.level, call, features, 0, each.size_bytes)
+    return _Plan(loop, each.level, call, features, 0 if each.level == "DRAM" else _WARM * windows)

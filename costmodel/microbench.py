@@ -13,11 +13,12 @@ import numpy as np
 
 from ..kernels.backend import Code
 from ..kernels.cpu.isa import Isa, isa_named
-from ..kernels.cpu.memory import huge_zeros
+from ..kernels.cpu.memory import evict, huge_zeros
 from ..kernels.cpu.pool import pool
+from ..kernels.cpu.wake import wake
 from .device import Device
 from .features import Features
-from .microloops import SCRATCH_BYTES, write_loops
+from .microloops import LOOPS, SCRATCH_BYTES, write_loops
 from .unpack import instruction_counts, unpack_ops_per_32
 
 MOST_TASKS = 1024
@@ -95,7 +96,8 @@ class Bench:
 
     @property
     def names(self) -> list[str]:
-        return list(self._bodies)
+        """The loops of `lowbit.costmodel.microloops.LOOPS` that this machine has."""
+        return [name for name in self._bodies if name in LOOPS]
 
     def whole_steps(self, name: str, size_bytes: int) -> int:
         """``size_bytes`` rounded down to whole iterations of a loop, and to cache lines."""
@@ -153,6 +155,19 @@ class Bench:
             return {}, 0.0
         code = self.codes[name]
         return instruction_counts(code), unpack_ops_per_32(code)
+
+    def chill(self, nbytes: int, threads: int) -> bool:
+        """Evict the first ``nbytes`` bytes that tasks read, if this machine can, and wake the pool's threads.
+
+        Returns whether both worked.
+        """
+        evicted = evict(self.address, min(nbytes, self._data.nbytes))
+        return wake(threads) and evicted
+
+    def cold_seconds(self, call: Callable[[], None], nbytes: int, threads: int) -> float:
+        """Wall time of one call whose ``nbytes`` bytes come from memory."""
+        self.chill(nbytes, threads)
+        return self.seconds(call)
 
     @staticmethod
     def seconds(call: Callable[[], None]) -> float:

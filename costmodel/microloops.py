@@ -16,10 +16,14 @@ from ..kernels.cpu.isa import Isa
 SCRATCH_BYTES = 4096
 """Small operands, and the store loop's target, of each task."""
 
+PREFETCHED_BYTES = 64
+"""One prefetch for so many bytes of a stream: a line on nearly all machines, half a line on the others."""
+
 # The stream comes first: that is the argument whose data counts as packed words.
 _FUNCTION = """
 define void @{name}_loop(ptr %data, ptr %scratch, ptr %out, i64 %bytes, i64 %passes) {{
 entry:
+  %part = udiv i64 %bytes, {streams}
   br label %pass
 pass:
   %p = phi i64 [ 0, %entry ], [ %p.next, %flush ]
@@ -28,9 +32,10 @@ loop:
   %i = phi i64 [ 0, %pass ], [ %i.next, %loop ]
 {phis}
   %at = getelementptr i8, ptr %data, i64 %i
+{starts}
 {body}
   %i.next = add i64 %i, {step}
-  %more = icmp ult i64 %i.next, %bytes
+  %more = icmp ult i64 %i.next, %part
   br i1 %more, label %loop, label %flush
 flush:
 {flush}
@@ -71,9 +76,11 @@ class Body:
     lines: list[str] = field(default_factory=list)
     sums: dict[int, tuple[str, str]] = field(default_factory=dict)
     declares: set[str] = field(default_factory=set)
-    step_bytes: int = 0
+    offsets: dict[int, int] = field(default_factory=dict)
     values: int = 0
     exponentials: int = 0
+    streams: int = 1
+    ahead_bytes: int = 0
 
     @property
     def lanes(self) -> int:
@@ -100,11 +107,30 @@ class Body:
         text = f"{value:.17e}" if element == "float" else str(value)
         return "<" + ", ".join([f"{element} {text}"] * int(count)) + ">"
 
-    def load(self, type_: str = "", size: int = 0) -> str:
-        """The next vector of the stream."""
-        place = self.let(f"getelementptr i8, ptr %at, i64 {self.step_bytes}")
-        self.step_bytes += size or self.isa.vector_bytes
+    def load(self, type_: str = "", size: int = 0, stream: int = 0) -> str:
+        """The next vector of one of the streams, its line prefetched `ahead_bytes` earlier if that is not 0."""
+        base, offset = (f"%at{stream}" if stream else "%at"), self.offsets.get(stream, 0)
+        place = self.let(f"getelementptr i8, ptr {base}, i64 {offset}")
+        if self.ahead_bytes and offset % PREFETCHED_BYTES == 0:
+            there = self.let(f"getelementptr i8, ptr {base}, i64 {offset + self.ahead_bytes}")
+            self.declares.add("declare void @llvm.prefetch.p0(ptr, i32, i32, i32)")
+            self.lines.append(f"  call void @llvm.prefetch.p0(ptr {there}, i32 0, i32 3, i32 1)")
+        self.offsets[stream] = offset + (size or self.isa.vector_bytes)
         return self.let(f"load {type_ or self.ints}, ptr {place}, align 1")
+
+    @property
+    def step_bytes(self) -> int:
+        """What one iteration reads, of all streams together."""
+        return sum(self.offsets.values())
+
+    def stream_starts(self) -> str:
+        """Where the streams after the first are in this iteration."""
+        lines = []
+        for stream in range(1, self.streams):
+            lines.append(f"  %from{stream} = mul i64 %part, {stream}")
+            lines.append(f"  %i{stream} = add i64 %i, %from{stream}")
+            lines.append(f"  %at{stream} = getelementptr i8, ptr %data, i64 %i{stream}")
+        return "\n".join(lines)
 
     def small(self, row: int, type_: str = "") -> str:
         """Vector ``row`` of the small operand, which stays in the first cache level."""
@@ -180,7 +206,7 @@ class Body:
 
 def _stream(b: Body) -> None:
     for i in range(8):
-        b.gather(i, "or", b.load())
+        b.gather(i, "or", b.load(stream=i % b.streams))
 
 
 def _short(b: Body) -> None:
@@ -345,16 +371,25 @@ LOOPS: dict[str, tuple[Callable[[Body], None], int]] = {
 }
 """Each loop's body and how many values a byte of its stream holds."""
 
+STREAMED = ("stream", "dot", "dot_rows", "nibble_dot", "permute_dot", "nibble_float", "to_float", "half")
+"""Loops that are also measured on data beyond the first cache level."""
+
+READERS = {"stream": (1, 0), "stream_1_2048": (1, 2048), "stream_4_0": (4, 0), "stream_4_1024": (4, 1024)}
+"""Ways to read as fast as possible: how many streams each task follows in turn, and how many bytes ahead it prefetches.
+Which is fastest depends on the prefetchers of the machine, on the level and on how many cores read."""
+
 
 def write_loops(isa: Isa) -> tuple[str, dict[str, Body]]:
-    """LLVM IR of every loop that ``isa`` can express, and the bodies by name."""
+    """LLVM IR of every loop of `LOOPS` and `READERS` that ``isa`` can express, and the bodies by name."""
     bodies = {}
     functions = []
     declares: set[str] = set()
-    for name, (build, values_per_byte) in LOOPS.items():
+    wanted = {name: (*written, 1, 0) for name, written in LOOPS.items()}
+    wanted |= {name: (*LOOPS["stream"], *how) for name, how in READERS.items()}
+    for name, (build, values_per_byte, streams, ahead_bytes) in wanted.items():
         if name == "half" and not isa.half_conversion:
             continue
-        body = Body(isa)
+        body = Body(isa, streams=streams, ahead_bytes=ahead_bytes)
         build(body)
         body.values = values_per_byte * body.step_bytes
         phis, flush = [], []
@@ -367,7 +402,9 @@ def write_loops(isa: Isa) -> tuple[str, dict[str, Body]]:
                 scratch=SCRATCH_BYTES,
                 phis="\n".join(phis),
                 body="\n".join(body.lines),
-                step=body.step_bytes,
+                step=body.step_bytes // streams,
+                streams=streams,
+                starts=body.stream_starts(),
                 flush="\n".join(flush),
             )
         )

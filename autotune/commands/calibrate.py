@@ -59,6 +59,8 @@ def _print(calibration: Calibration, path: Path) -> None:
             "threads": calibration.threads,
             "seconds": calibration.seconds,
             "noise": calibration.noise,
+            "fork us": calibration.fork_us,
+            "fork us, threads asleep": calibration.parked_us,
             "stored in": str(path),
         },
     )

@@ -62,24 +62,46 @@ def _meet() -> tuple[Any, int]:
     return engine, engine.get_function_address("meet")
 
 
+class Meeting:
+    """A parallel run that ends when all threads of a pool have come: the least that a fork and join can take.
+
+    Parameters
+    ----------
+    threads : int
+        Of the pool, all of them on cores of their own.
+    """
+
+    def __init__(self, threads: int) -> None:
+        engine, self._address = _meet()
+        self._words = (ctypes.c_int64 * 4)(0, threads, _TURNS, 0)
+        self._run, self._threads, self._engine = pool(threads).run, threads, engine
+        self._where = ctypes.addressof(self._words)
+
+    def __call__(self) -> None:
+        self._words[0] = 0
+        self._run(self._address, self._where, self._threads)
+
+    def complete(self) -> bool:
+        """Hold the meeting; whether everybody came before the first gave up."""
+        self._words[3] = 0
+        self()
+        return self._words[3] == 0
+
+
 def wake(threads: int) -> bool:
     """Have all threads of the pool of ``threads`` threads on their cores.
 
     Returns
     -------
     bool
-        Whether they came within `PATIENCE_NS`. Pools with more threads than this process has cores are left
-        alone, since they never spin; that counts as success.
+        Whether they came within `PATIENCE_NS`. Pools with more threads than this process has cores are left alone,
+        since they never spin; that counts as success.
     """
     if threads < 2 or threads > len(allowed_cpus()):
         return True
-    _, address = _meet()
-    here, words = pool(threads), (ctypes.c_int64 * 4)()
+    meeting = Meeting(threads)
     until = perf_counter_ns() + PATIENCE_NS
-    while True:
-        words[:] = [0, threads, _TURNS, 0]
-        here.run(address, ctypes.addressof(words), threads)
-        if not words[3]:
-            return True
+    while not meeting.complete():
         if perf_counter_ns() >= until:
             return False
+    return True

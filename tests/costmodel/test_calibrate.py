@@ -6,15 +6,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from lowbit.costmodel.bandwidth import sizes
+from lowbit.costmodel.bandwidth import working_sets
 from lowbit.costmodel.calibrate import Calibration, calibrate
 from lowbit.costmodel.device import CacheLevel, detect
 from lowbit.costmodel.lep import predict_many
 from lowbit.costmodel.microbench import Bench, compile_loops
-from lowbit.costmodel.microloops import LOOPS, write_loops
+from lowbit.costmodel.microloops import LOOPS, PREFETCHED_BYTES, READERS, write_loops
 from lowbit.costmodel.unpack import instruction_counts, unpack_ops_per_32
 from lowbit.kernels.backend import Code
 from lowbit.kernels.cpu.isa import ISAS
+from lowbit.kernels.cpu.pool import allowed_cpus
 
 DOTS = {"avx512_vnni": "vpdpbusd", "avx_vnni": "vpdpbusd", "avx2": "vpmaddubsw", "neon_dot": "sdot"}
 
@@ -109,11 +110,63 @@ def test_features_of_a_loop_by_hand(small):
         bench.call("stream", 1, 2, 1 << 20, 1)
 
 
+@pytest.mark.parametrize("name", list(READERS))
+def test_every_way_of_reading_follows_its_streams(shown, name):
+    """Eight loads an iteration, spread evenly over the streams, each stream advancing by its share of the step."""
+    streams, ahead_bytes = READERS[name]
+    for isa in ISAS.values():
+        _, bodies = write_loops(isa)
+        body, vector = bodies[name], isa.vector_bytes
+        assert body.offsets == dict.fromkeys(range(streams), 8 // streams * vector)
+        ir = shown[isa.name][name].ir.split(f"@{name}_loop(")[1].split("\n}")[0]
+        assert f"udiv i64 %bytes, {streams}" in ir and f"add i64 %i, {body.step_bytes // streams}\n" in ir
+        assert [f"%at{stream} = " in ir for stream in range(1, 4)] == [stream < streams for stream in range(1, 4)]
+        lines = streams * -(-8 // streams * vector // PREFETCHED_BYTES)
+        assert ir.count("@llvm.prefetch") == (lines if ahead_bytes else 0)
+
+
+@pytest.mark.parametrize("name", list(READERS))
+def test_every_byte_of_each_stream_is_read(small, name):
+    """One marked vector at a time, of a buffer of zeros, shows in the one accumulator that its place feeds."""
+    bench = Bench(small, 1 << 20)
+    vector = ISAS[small.isa].vector_bytes
+    size = bench.whole_steps(name, 2 * 8 * vector)
+    start = bench.address - bench._data.ctypes.data
+    data = bench._data.view(np.uint8)[start : start + size]
+    streams = READERS[name][0]
+    data[:] = 0
+    seen = []
+    for place in range(0, size, vector):
+        data[place : place + vector] = 255
+        bench.call(name, 1, 1, size, 1)()
+        seen.append(bool(bench._out[:vector].any()))  # the accumulator that is stored last
+        data[place : place + vector] = 0
+    per_stream = 8 // streams
+    of_stream = [place // vector % (size // vector // streams) for place in range(0, size, vector)]
+    stream = [place // (size // streams) for place in range(0, size, vector)]
+    last = [s == streams - 1 and i % per_stream == per_stream - 1 for s, i in zip(stream, of_stream, strict=True)]
+    assert seen == last and sum(seen) >= 2
+
+
 def test_working_sets_cover_every_level(small):
-    wanted = sizes(small)
-    assert [size for size, _ in wanted] == sorted(size for size, _ in wanted)
-    levels = {level: size for size, level in wanted if level}
-    assert levels == {"L1": 16 << 10, "L2": 128 << 10, "DRAM": 1 << 20}
+    for evicts in (True, False):
+        wanted = working_sets(small, evicts)
+        assert [each.stands_for_bytes for each in wanted] == sorted(each.stands_for_bytes for each in wanted)
+        levels = {each.level: each.stands_for_bytes for each in wanted if each.level}
+        assert levels == {"L1": 16 << 10, "L2": 128 << 10, "DRAM": 1 << 20}
+        assert [each.level for each in wanted if each.evicted] == ["DRAM"] * evicts
+
+
+@pytest.mark.parametrize("last_mib", [1, 8, 32, 100, 480, 1536])
+@pytest.mark.parametrize("evicts", [True, False])
+def test_buffers_are_bounded_whatever_the_last_level(small, last_mib, evicts):
+    last = CacheLevel(3, last_mib << 20, 32)
+    wanted = working_sets(replace(small, caches=(*small.caches, last), memory_bytes=1 << 40), evicts)
+    assert max(each.size_bytes for each in wanted) <= (128 << 20 if evicts else 512 << 20)
+    assert wanted[-1].level == "DRAM" and wanted[-1].stands_for_bytes >= 2 * last.size_bytes
+    assert [each.level for each in wanted if each.level] == ["L1", "L2", "L3", "DRAM"]
+    stands = [each.stands_for_bytes for each in wanted]
+    assert stands == sorted(set(stands)) and all(e.size_bytes == e.stands_for_bytes for e in wanted[:-1])
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -130,6 +183,10 @@ def test_a_short_calibration_is_usable(small, threads):
     assert all(0 < point.gbps < 1e5 for point in result.bandwidth.points)
     loops = {sample.loop for sample in result.samples}
     assert loops >= set(LOOPS) - {"half"} | {"nothing"}
+    met = 1 < threads <= len(allowed_cpus())
+    assert ("meeting" in loops) == met == (result.fork_us is not None) == (result.parked_us is not None)
+    if met:
+        assert result.fork_us > 0 and result.parked_us > 0
     predicted = predict_many([sample.features for sample in result.samples], result.extended)
     assert [sample.extended_us for sample in result.samples] == pytest.approx(predicted.tolist())
 
@@ -137,3 +194,9 @@ def test_a_short_calibration_is_usable(small, threads):
 def test_no_threads_is_refused(small):
     with pytest.raises(ValueError, match="0 threads"):
         calibrate(small, 0)
+
+
+def test_a_calibration_from_before_forks_were_measured_still_opens(small):
+    data = json.loads(json.dumps(calibrate(small, 1, budget_s=0.5).as_dict()))
+    del data["fork_us"], data["parked_us"]
+    assert Calibration.from_dict(data).fork_us is None
