@@ -9,13 +9,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .cpu.memory import huge_zeros
 from .errors import LayoutError
 from .layout import HEAD_ALIGNMENT_BYTES, Layout
 from .problem import GROUP
 from .quantize import Quantized
+from .storing import store_codes
 
 TOKEN_BLOCK = 32
 """Kernels read whole blocks of this many tokens; capacities are multiples of it."""
+
+OPERAND = ("words", "words_stride", "scales", "scales_stride", "tokens", "capacity", "tile")
+"""What a compiled kernel is told of an operand: `PackedTensor.addresses`, and the address of the tile function or 0."""
+
+OPERAND_FIELDS = len(OPERAND)
 
 SLACK_BYTES = 256
 """Readable bytes after the last head: vector loads of a short row may run past it."""
@@ -24,7 +31,7 @@ SLACK_BYTES = 256
 def aligned_zeros(count: int, dtype: Any) -> NDArray[Any]:
     """A zeroed array of ``count`` elements that starts on a cache line."""
     size = np.dtype(dtype).itemsize * count
-    raw = np.zeros(size + HEAD_ALIGNMENT_BYTES, np.uint8)
+    raw = huge_zeros(size + HEAD_ALIGNMENT_BYTES)
     start = -raw.ctypes.data % HEAD_ALIGNMENT_BYTES
     return raw[start : start + size].view(dtype)
 
@@ -173,26 +180,24 @@ def pack(quantized: Quantized, layout: Layout, capacity: int | None = None) -> P
     if packing.offset:
         # Padding decodes to zero in every coding, so that a tile past the end adds nothing.
         words[:] = packing.offset if packing.bits == 8 else packing.offset * 0x11
-    t, d = np.arange(tokens)[:, None], np.arange(head_dim)[None, :]
-    byte, shift = layout.address(t, d, capacity, head_dim)
-    if packing.format == "fp16":
-        words.view(np.float16)[:, byte // 2] = quantized.codes
-    elif packing.bits == 8:
-        words[:, byte] = (quantized.codes.astype(np.int16) + packing.offset).astype(np.uint8)
-    else:
-        mask = (1 << packing.bits) - 1
-        raw = ((quantized.codes.astype(np.int16) + packing.offset) & mask).astype(np.uint8)
-        for bit in range(0, 8, packing.bits):
-            chosen = shift == bit
-            target = byte[chosen]
-            kept = words[:, target] & np.uint8(~(mask << bit) & 0xFF)
-            words[:, target] = kept | raw[:, chosen] << np.uint8(bit)
+    store_codes(words, quantized.codes, layout, capacity)
     groups = quantized.scales.shape[2]
     scale_stride = -(-capacity * groups * 2 // HEAD_ALIGNMENT_BYTES) * HEAD_ALIGNMENT_BYTES // 2
     scales = aligned_zeros(heads * scale_stride + SLACK_BYTES, np.float16)[: heads * scale_stride].reshape(
         heads, scale_stride
     )
     if groups:
-        where = scale_address(np.arange(tokens)[:, None], np.arange(groups)[None, :], groups)
-        scales[:, where] = quantized.scales
+        blocks = scales[:, : capacity * groups].reshape(heads, capacity // TOKEN_BLOCK, groups, TOKEN_BLOCK)
+        whole = tokens // TOKEN_BLOCK
+        given = quantized.scales[:, : whole * TOKEN_BLOCK].reshape(heads, whole, TOKEN_BLOCK, groups)
+        blocks[:, :whole] = given.transpose(0, 1, 3, 2)
+        if rest := tokens % TOKEN_BLOCK:
+            blocks[:, whole, :, :rest] = quantized.scales[:, whole * TOKEN_BLOCK :].transpose(0, 2, 1)
     return PackedTensor(layout, heads, tokens, head_dim, capacity, words, scales)
+
+
+def require_packed(value: object, role: str) -> PackedTensor:
+    """``value`` if it is a packed operand, else `LayoutError`."""
+    if not isinstance(value, PackedTensor):
+        raise LayoutError(f"operand {role} must be a PackedTensor, not {type(value).__name__}")
+    return value

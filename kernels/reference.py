@@ -45,18 +45,30 @@ class Operands:
         return Operands(np.ascontiguousarray(x), cut[0], cut[1])
 
 
+DISTINCT_VALUES = 16 << 20
+"""Values of a matrix beyond which its rows repeat: making hundreds of millions takes longer than tuning does."""
+
+
 def make_operands(problem: Problem, tokens: int, seed: int = 0) -> Operands:
     """Random operands with the traits that break kernels: outlier channels, a bias, groups of zeros, uneven scales."""
     rng = np.random.default_rng([seed, problem.head_dim, tokens])
-    shape = (problem.kv_heads, tokens, problem.head_dim)
+    distinct = tokens
+    if problem.operator == "gemv":
+        # An odd number, so that no two splits, blocks or tiles hold the same rows in the same places.
+        distinct = min(tokens, max(DISTINCT_VALUES // problem.head_dim, 97) | 1)
+    shape = (problem.kv_heads, distinct, problem.head_dim)
 
     def packed(role: str, outlier: float) -> Quantized:
         values = rng.standard_normal(shape, np.float32)
         values *= np.exp(rng.normal(0, 0.4, shape[:2])).astype(np.float32)[..., None]
         values += rng.normal(0, 0.5, (shape[0], 1, shape[2])).astype(np.float32)
         values[:, :, rng.integers(problem.head_dim)] *= outlier
-        values[:, :: max(tokens // 3, 2), :GROUP] = 0
-        return quantize(values, problem.stored(role))
+        values[:, :: max(distinct // 3, 2), :GROUP] = 0
+        found = quantize(values, problem.stored(role))
+        if distinct == tokens:
+            return found
+        rows = np.arange(tokens) % distinct
+        return Quantized(found.format, found.codes[:, rows], found.scales[:, rows])
 
     k = packed("k", 4.0) if "k" in problem.roles else None
     v = packed("v", 2.0) if "v" in problem.roles else None

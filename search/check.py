@@ -1,7 +1,8 @@
 """Whether a compiled kernel computes what it should, before anyone times it.
 
 A kernel meets context lengths that fit no tile, then the length that it is to be tuned for. Long contexts are compared
-on the first and the last key/value head only: the float64 reference of all of them would take longer than the tuning.
+on the first and the last key/value head only, and large matrices on some of their rows: the float64 reference of all of
+them would take longer than the tuning.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ AWKWARD_TOKENS = (1, 31, 33, 97)
 LARGEST_TOLERANCE = 0.5
 """A result of zeros has an error of 1: whatever a bound on rounding allows, nothing near that is a result."""
 FULL_CHECK_VALUES = 4 << 20
-"""Packed values of one operand up to which all heads are compared."""
+"""Packed values of one operand up to which all heads, or all rows of a matrix, are compared."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,22 @@ class Expected:
     heads : slice
         The query heads.
     values : ndarray of float64
+    rows : ndarray of int64, optional
+        Of a matrix the rows that are compared, its last one being the highest; None for all.
     """
 
     heads: slice
     values: NDArray[np.float64]
+    rows: NDArray[np.int64] | None = None
+
+    def error(self, result: NDArray[np.floating[Any]]) -> float:
+        """Largest relative error; infinite if the shape is wrong."""
+        part = result[self.heads]
+        if self.rows is not None:
+            if part.shape[2] != self.rows[-1] + 1:
+                return math.inf
+            part = part[:, :, self.rows]
+        return error(part, self.values)
 
 
 @dataclass(frozen=True)
@@ -53,11 +66,13 @@ class Expectation:
         """Largest relative error of ``result``; infinite if a value anywhere is not finite or the shape is wrong."""
         if result.ndim != 3 or not np.isfinite(result).all():
             return math.inf
-        return max(error(result[each.heads], each.values) for each in self.expected)
+        return max(each.error(result) for each in self.expected)
 
 
 def expect(problem: Problem, operands: Operands, pipeline: str) -> Expectation:
     """Compute the reference for ``operands``, one key/value head at a time to bound the memory it takes."""
+    if problem.operator == "gemv" and operands.k is not None and operands.k.codes.size > FULL_CHECK_VALUES:
+        return _expect_rows(problem, operands, operands.k, pipeline)
     parts, limit = [], 0.0
     for head in _heads_to_check(problem, operands):
         heads = slice(head * problem.group, (head + 1) * problem.group)
@@ -66,6 +81,18 @@ def expect(problem: Problem, operands: Operands, pipeline: str) -> Expectation:
         parts.append(Expected(heads, reference(alone, part, pipeline)))
         limit = max(limit, tolerance(alone, part, pipeline))
     return Expectation(operands, tuple(parts), min(limit, LARGEST_TOLERANCE))
+
+
+def _expect_rows(problem: Problem, operands: Operands, matrix: Quantized, pipeline: str) -> Expectation:
+    """Of a matrix's rows the first, the last, and others spread evenly over it."""
+    rows = matrix.codes.shape[1]
+    count = max(FULL_CHECK_VALUES // problem.head_dim // 4, 1)
+    spread = np.linspace(0, rows - 1, 2 * count).astype(np.int64)
+    chosen = np.unique(np.concatenate([np.arange(count), rows - 1 - np.arange(count), spread]).clip(0, rows - 1))
+    some = Quantized(matrix.format, matrix.codes[:, chosen], matrix.scales[:, chosen])
+    part = Operands(operands.x, some, None)
+    expected = Expected(slice(None), reference(problem, part, pipeline), chosen)
+    return Expectation(operands, (expected,), min(tolerance(problem, part, pipeline), LARGEST_TOLERANCE))
 
 
 def awkward(problem: Problem, pipeline: str, seed: int = 0) -> Iterator[tuple[int, Expectation]]:

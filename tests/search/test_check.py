@@ -12,7 +12,8 @@ from lowbit.search.check import AWKWARD_TOKENS, awkward, expect
 from lowbit.search.operands import PackedOperands
 
 PROBLEMS = [
-    Problem(operator, 6, 3, 40, precision) for operator in ("attend", "qk", "sv") for precision in ("fp16", "w4a8")
+    *(Problem(operator, 6, 3, 40, precision) for operator in ("attend", "qk", "sv") for precision in ("fp16", "w4a8")),
+    Problem("attend", 6, 3, 40, "w8a8+w4a8", 2, window=16, softcap=20.0),
 ]
 
 
@@ -47,6 +48,39 @@ def test_long_contexts_compare_the_first_and_last_head_and_look_for_nan_in_all(m
     whole[3, 0, 7] = np.nan
     assert expectation.error(whole) == math.inf
     assert expectation.error(whole[:, :, :-1]) == math.inf
+
+
+def test_large_matrices_compare_the_first_and_last_rows_and_some_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "FULL_CHECK_VALUES", 40 * 16)
+    problem = Problem("gemv", 1, 1, 40, "w8a8", 2)
+    operands = make_operands(problem, 101)
+    expectation = expect(problem, operands, "integer")
+    whole = reference(problem, operands, "integer")
+    assert expectation.error(whole) < 1e-12
+    seen = []
+    for row in range(101):
+        wrong = whole.copy()
+        wrong[:, :, row] += 1e6
+        seen.append(expectation.error(wrong) > expectation.tolerance)
+    assert seen[:4] == seen[-4:] == [True] * 4
+    assert 12 <= sum(seen) <= 16
+    assert max(np.diff(np.flatnonzero(seen))) < 16
+    assert expectation.error(whole[:, :, :-1]) == expectation.error(whole[:, :1]) == math.inf
+    whole[0, 0, 50] = np.inf
+    assert expectation.error(whole) == math.inf
+
+
+def test_rows_of_large_matrices_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowbit.kernels.reference.DISTINCT_VALUES", 100 * 8)
+    operands = make_operands(Problem("gemv", 1, 1, 8, "w8a8"), 250)
+    assert operands.k is not None
+    assert operands.k.codes.shape == (1, 250, 8)
+    np.testing.assert_array_equal(operands.k.codes[0, :149], operands.k.codes[0, 101:])
+    np.testing.assert_array_equal(operands.k.scales[0, :149], operands.k.scales[0, 101:])
+    assert len(np.unique(operands.k.codes[0, :101], axis=0)) > 90
+    whole = make_operands(Problem("gemv", 1, 1, 8, "w8a8"), 90).k
+    assert whole is not None
+    assert len(np.unique(whole.codes[0], axis=0)) > 80
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.key)
