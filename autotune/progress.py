@@ -13,7 +13,7 @@ from rich.progress import Progress as Bars
 
 
 class LineProgress:
-    """Plain lines: the first of each phase, its last, and at most one every ``interval_s`` seconds between.
+    """Plain lines: the first of each phase, its last, and at most one every ``interval_s`` seconds between; none twice.
 
     Parameters
     ----------
@@ -33,6 +33,7 @@ class LineProgress:
         self._total: int | None = None
         self._began_s = self._printed_s = 0.0
         self._began_done = 0
+        self._said: tuple[object, ...] = ()
 
     def __enter__(self) -> Self:
         return self
@@ -49,9 +50,11 @@ class LineProgress:
         if not known_phase or total != self._total:
             # What was done before the total was known says nothing about the speed.
             self._phase, self._total, self._began_s, self._began_done = phase, total, now, done
-        if known_phase and done != total and now - self._printed_s < self._interval_s:
+        saying = phase, done, total, message
+        finishes = done == total and saying[:3] != self._said[:3]
+        if saying == self._said or (known_phase and not finishes and now - self._printed_s < self._interval_s):
             return
-        self._printed_s = now
+        self._printed_s, self._said = now, saying
         count = f" {done}" if total is None else f" {done}/{total}"
         left = self._left(now, done, total)
         print(f"{phase}:{count}{left}{f'  {message}' if message else ''}", file=self._stream, flush=True)

@@ -85,9 +85,9 @@ class Ranker:
             problem,
             tokens,
             candidates,
-            TileCounter(self.backend, bench.crew, bench.store, bench.toolchain),
+            TileCounter(self.backend, bench.crew, bench.store, self.backend.tile_toolchain()),
             self.device.line_bytes,
-            lambda done, total: self.progress.update("features", done, total, problem.key),
+            lambda done, total: self.progress.update("counting instructions", done, total, problem.key),
             self.until,
         )
         self.report.unpredicted.update(found.failed.values())
@@ -105,7 +105,7 @@ class Ranker:
             store.put_features(device, problem.key, tokens, changed, toolchain)
 
     def _space(self, problem: Problem) -> dict[str, Candidate]:
-        self.progress.update("features", 0, None, problem.key)
+        self.progress.update("counting instructions", 0, None, problem.key)
         candidates: dict[str, Candidate] = {}
         rejected: list[tuple[str, str]] = []
         for each in self.backend.space(problem, self.threads):

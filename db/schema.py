@@ -240,7 +240,12 @@ def _evicted(db: Database) -> None:
     _views(db)
 
 
-MIGRATIONS: tuple[Migration, ...] = (_first, _evicted)
+def _owned(db: Database) -> None:
+    """Runs name their process, so that one that was killed can be told from one that is at work."""
+    db.execute("ALTER TABLE runs ADD COLUMN process TEXT")
+
+
+MIGRATIONS: tuple[Migration, ...] = (_first, _evicted, _owned)
 """The n-th leads from schema version n to n + 1. Append only: files of every earlier version exist."""
 
 SCHEMA_VERSION = len(MIGRATIONS)

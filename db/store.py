@@ -7,6 +7,7 @@ from typing import Any
 
 from ..kernels.errors import DatabaseError
 from .inputs import SearchInputs
+from .owner import is_gone, this_process
 from .records import RUN_STATUSES, Measurement, Winner, may_replace, utc_now
 
 _COUNTED = (
@@ -152,13 +153,19 @@ class Store(SearchInputs):
         }
 
     def put_run(self, command: str) -> int:
-        """Note that a tuning run has started; returns its id."""
+        """Note that this process has started a tuning run; returns its id.
+
+        Earlier runs whose process is gone become ``interrupted``: they were killed.
+        """
         with self._writing() as db:
-            row = {"command": command, "started": utc_now(), "status": "running"}
+            for run, process in db.execute("SELECT id, process FROM runs WHERE status = 'running'").fetchall():
+                if is_gone(process):
+                    db.execute("UPDATE runs SET status = 'interrupted' WHERE id = ?", (run,))
+            row = {"command": command, "started": utc_now(), "status": "running", "process": this_process()}
             return int(db.table("runs").insert(row).last_rowid or 0)
 
     def finish_run(self, run: int, status: str = "finished") -> None:
-        """Note how a run ended: ``finished``, ``interrupted`` or ``failed``. A killed one stays ``running``."""
+        """Note how a run ended: ``finished``, ``interrupted`` or ``failed``. A killed one cannot; see `put_run`."""
         if status not in RUN_STATUSES:
             raise DatabaseError(f"unknown run status {status!r}: known are {', '.join(RUN_STATUSES)}")
         with self._writing() as db:

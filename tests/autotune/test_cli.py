@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from lowbit.autotune.cli import autotune
 from lowbit.kernels import errors
 
-COMMAND = [sys.executable, "-c", "from lowbit.autotune.cli import main; main()"]
+COMMAND = [sys.executable, "-m", "lowbit.autotune"]
 
 
 def commands(

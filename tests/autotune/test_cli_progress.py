@@ -36,6 +36,19 @@ def test_lines_come_first_last_and_at_most_every_interval() -> None:
     assert [line.split()[1].rstrip(",") for line in lines] == ["0/100", "25/100", "50/100", "75/100", "100/100"]
 
 
+def test_no_line_is_repeated() -> None:
+    stream, clock = io.StringIO(), Clock()
+    progress = LineProgress(stream, interval_s=5, clock=clock)
+    for _ in range(4):
+        progress.update("timing", 3, 9, "slow")
+        clock.now_s += 6
+    for message in ("one", "one", "another", "another"):
+        progress.update("timing", 9, 9, message)
+    clock.now_s += 6
+    progress.update("timing", 9, 9, "another")
+    assert stream.getvalue().splitlines() == ["timing: 3/9  slow", "timing: 9/9  one", "timing: 9/9  another"]
+
+
 def test_time_left_follows_from_the_pace_of_the_phase() -> None:
     stream, clock = io.StringIO(), Clock()
     progress = LineProgress(stream, interval_s=1, clock=clock)

@@ -27,7 +27,7 @@ from lowbit.costmodel.tile import count
 from lowbit.db.records import Winner
 from lowbit.db.store import Store
 from lowbit.kernels.candidate import Candidate
-from lowbit.kernels.errors import DatabaseError, DeviceError, LowbitError, NoiseError
+from lowbit.kernels.errors import DatabaseError, DeviceError, LowbitError, NoiseError, ProblemError
 
 FAKES = str(Path(__file__).parents[1] / "search")
 sys.path.insert(0, FAKES)
@@ -119,7 +119,7 @@ def test_the_oracle_measures_the_space_and_stores_winners(db: Path) -> None:
     assert [(w.tokens, w.tokens_from, w.tokens_to) for w in stored] == [(40, 1, 60), (90, 61, None)]
     assert [Candidate.parse(w.candidate).layout for w in stored] == [p["winner"]["layout"] for p in data["problems"]]
     phases = [phase for phase, *_ in progress.updates]
-    assert phases == sorted(phases, key=("features", "measuring").index)
+    assert phases == sorted(phases, key=("counting instructions", "measuring").index)
     measuring = [(done, total) for phase, done, total, _ in progress.updates if phase == "measuring"]
     planned = 2 * (len(candidates) + 1)
     assert measuring[-1] == (planned, planned)
@@ -132,6 +132,23 @@ def test_a_finished_run_measures_nothing_when_repeated(db: Path) -> None:
     again = tune([PROBLEM], [40], options(db))
     assert measurement_rows(db) == rows
     assert [d.choice.candidate for d in again.decisions] == [d.choice.candidate for d in first.decisions]
+
+
+def test_each_problem_has_lengths_of_its_own_and_the_run_says_so(db: Path) -> None:
+    other = replace(PROBLEM, query_rows=2)
+    report = tune([PROBLEM, other], {PROBLEM: [90, 40, 90], other: [64]}, options(db, "lep"))
+    assert [(d.problem, d.tokens) for d in report.decisions] == [(PROBLEM.key, 40), (PROBLEM.key, 90), (other.key, 64)]
+    tune([PROBLEM], [40], options(db, "lep", asked="--model phi-2 --precision w8a8 --tokens 40"))
+    with Store.open(db, mode="read") as store:
+        commands = [run["command"] for run in store.info()["runs"]]
+    assert f"{PROBLEM.key} at 40,90; {other.key} at 64" in commands[0]
+    assert commands[1] == f"autotune --device {FAKE} --model phi-2 --precision w8a8 --tokens 40 --strategy lep --quick"
+
+
+@pytest.mark.parametrize("tokens", [100.5, "40", True, 0])
+def test_lengths_are_whole_numbers(db: Path, tokens: Any) -> None:
+    with pytest.raises(ProblemError, match="tokens must be"):
+        tune([PROBLEM], [tokens], options(db, "lep"))
 
 
 def test_lep_ranks_without_measuring(db: Path) -> None:

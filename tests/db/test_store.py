@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import math
 import sqlite3
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 from lowbit.db import Measurement, Store, Winner
+from lowbit.db.owner import is_gone, this_process
 from lowbit.kernels.errors import DatabaseError, ProblemError
 
 PROBLEM = "attend h8/2 d128 q1 w8a8"
@@ -182,6 +185,35 @@ def test_runs(store: Store) -> None:
         store.finish_run(99)
     with pytest.raises(DatabaseError, match="unknown run status"):
         store.finish_run(run, "paused")
+
+
+def test_runs_of_killed_processes_are_interrupted_once_another_starts(store: Store) -> None:
+    script = (
+        "import sys; from lowbit.db import Store; s = Store.open(sys.argv[1]); print(s.put_run('killed'), flush=True)"
+    )
+    script += "; sys.stdin.readline()"
+    killed = subprocess.Popen(
+        [sys.executable, "-c", script, str(store.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert killed.stdout is not None
+    other = int(killed.stdout.readline())
+    mine = store.put_run("alive")
+    assert [(r["id"], r["status"]) for r in store.info()["runs"]] == [(other, "running"), (mine, "running")]
+    killed.kill()
+    killed.communicate()
+    last = store.put_run("next")
+    found = [(r["id"], r["status"]) for r in store.info()["runs"]]
+    assert found == [(other, "interrupted"), (mine, "running"), (last, "running")]
+
+
+def test_who_is_gone() -> None:
+    me = this_process()
+    machine, pid, started = me.rsplit("/", 2)
+    assert not is_gone(me)
+    assert is_gone(f"{machine}/{pid}/{int(started) - 100}")  # the id of an ended process, given to another
+    assert is_gone(f"{machine}/{1 << 22}/{started}")
+    for unknown in (None, "", "elsewhere/1/2", f"{machine}/x/{started}", machine):
+        assert not is_gone(unknown)
 
 
 def test_failed_put_leaves_nothing_behind(store: Store) -> None:
