@@ -4,7 +4,7 @@ SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help tune test lint format unit wheel docs clean distclean
+.PHONY: help tune performance test lint format unit wheel docs clean distclean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,6 +17,9 @@ PYTHON ?=
 CANDIDATES := $(PYTHON) python3.13 python3.12 python3.11 python3.14 python3
 
 TUNE_DB ?= lowbit.db
+PERFORMANCE_ATTENTION ?= --heads 32 --kv-heads 8 --head-dim 128
+PERFORMANCE_TOKENS ?= 512,1024,2048,4096,8192,16384,32768
+PERFORMANCE_MODELS ?= llama-3.2-1b,smollm2-135m
 TUNE_ARGS ?= --model smollm2-135m --precision w8a8,w4a8 --tokens 512,4096 --quick --budget 180
 
 help: ## List the targets
@@ -24,6 +27,20 @@ help: ## List the targets
 
 tune: $(VENV)/.installed ## Tune for this computer's CPU; the winners go to lowbit.db
 	$(BIN)/autotune --device cpu $(TUNE_ARGS) --db $(TUNE_DB)
+
+performance: $(VENV)/.installed ## Compare with the read limit and the installed peers; rewrites docs/performance.md
+	$(call measure,attention,attention $(PERFORMANCE_ATTENTION) --tokens $(PERFORMANCE_TOKENS),$(TUNE_DB))
+	$(call measure,attention-block,attention $(PERFORMANCE_ATTENTION) --query-rows 8,$(TUNE_DB))
+	$(call measure,attention-warm,attention $(PERFORMANCE_ATTENTION) --protocol warm,build/warm.db)
+	$(call measure,gemv,gemv --model $(PERFORMANCE_MODELS),$(TUNE_DB))
+	$(BIN)/autotune bench report
+
+# A comparison that fails leaves the stored report as it was. Warm winners have a database of their own: a problem has one.
+define measure
+	@mkdir -p build docs/performance
+	$(BIN)/autotune bench $(2) --db $(3) --json >build/$(1).json
+	@mv build/$(1).json docs/performance/$(1).json
+endef
 
 test: lint unit wheel ## Lint, type-check, run the tests, build the wheel and try it in an empty environment
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 
+from .commands.bench import bench
 from .commands.cache import cache
 from .commands.calibrate import calibrate
 from .commands.database import db
@@ -12,7 +13,7 @@ from .commands.devices import devices
 from .commands.explain import explain
 from .commands.main import autotune
 
-for _command in (cache, calibrate, db, devices, explain):
+for _command in (bench, cache, calibrate, db, devices, explain):
     autotune.add_command(_command)
 
 

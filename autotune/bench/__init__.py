@@ -1,0 +1,1 @@
+"""`autotune bench`: this project's winners against the read-bandwidth limit and every peer that is installed."""
