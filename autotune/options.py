@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from ..kernels.errors import DatabaseError, DeviceError, LowbitError, ProblemError
-from ..kernels.problem import OPERATORS, PRECISIONS, Problem, check_tokens
+from ..kernels.problem import OPERATORS, PRECISIONS, USER, Problem, check_tokens
 from .models import PRESETS, Geometry, Matrix, model_named
 
 if TYPE_CHECKING:
@@ -192,6 +192,8 @@ class Shape:
         ModelError
             For an unknown preset, or a model file that is unreadable or does not say what is needed.
         """
+        if self.operator.startswith(USER):
+            raise ProblemError(f"{self.operator} is somebody's own kernel: tune it with 'autotune kernel FILE.py:NAME'")
         return (
             self._matrices(precisions, tokens)
             if self.operator == "gemv"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..db.records import Measurement
-from ..kernels.problem import Problem
+from ..kernels.problem import USER, Problem
 from ..search.strategy import Choice
 
 DEFAULT_PROTOCOL = "cold"
@@ -69,7 +69,8 @@ class Options:
         work : mapping of Problem to lengths, optional
             Recorded problem by problem where `asked` does not say it.
         """
-        parts = [f"--device {self.device}"]
+        user = self.device.startswith(USER)
+        parts = [f"kernel {self.device.removeprefix(USER)}" if user else f"--device {self.device}"]
         parts += [self.asked] if self.asked else []
         parts += [f"--strategy {self.strategy}"]
         parts += [f"--budget {self.budget_s:g}"] if self.budget_s is not None else []

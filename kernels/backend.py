@@ -107,6 +107,10 @@ class Backend(ABC):
     def toolchain(self) -> str:
         """Versions and source digest that a measurement depends on; a change makes stored measurements stale."""
 
+    def tile_toolchain(self) -> str:
+        """The part of `toolchain` that tile functions depend on: key of what is counted in them."""
+        return self.toolchain()
+
     @abstractmethod
     def space(self, problem: Problem, threads: int) -> Iterator[Candidate | Rejected]:
         """Every candidate of ``problem``, each impossible or hopeless one as `Rejected` with its reason. Deterministic order."""

@@ -70,3 +70,9 @@ class NoiseError(LowbitError):
     """The machine was too noisy to measure on."""
 
     exit_status = 8
+
+
+class KernelError(LowbitError):
+    """A kernel of somebody's own that is declared wrongly, fails, or computes something else than its reference."""
+
+    exit_status = 9

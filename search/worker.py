@@ -21,9 +21,8 @@ from ..kernels.backend import Backend, Kernel, backend_named
 from ..kernels.candidate import Candidate
 from ..kernels.cpu.pool import allowed_cpus
 from ..kernels.errors import CompileError
-from ..kernels.problem import Problem
-from ..kernels.reference import make_operands
-from .check import AWKWARD_TOKENS, Expectation, awkward, expect
+from ..kernels.problem import USER, Problem
+from .check import Expectation
 from .chill import Chill
 from .control import Control
 from .messages import (
@@ -43,20 +42,25 @@ from .messages import (
 from .operands import PackedOperands
 from .rounds import Fault
 from .timing import Slot, Stopwatch, copies_needed
+from .truth import truth_of
 
-ONE_LESS_TOKENS = 2048
-"""Up to this context length a candidate is also checked one token short of it."""
 _PR_SET_PDEATHSIG = 1
 
 
 def resolve_backend(name: str) -> Backend:
-    """`backend_named`, or what ``module:callable`` makes.
+    """`backend_named`, what ``module:callable`` makes, or the kernel at ``user:file.py:name``.
 
     Raises
     ------
     DeviceError
         If there is no such backend.
+    KernelError
+        If there is no such kernel.
     """
+    if name.startswith(USER):
+        from ..kernels.cpu.user import backend_at
+
+        return backend_at(name)
     module, colon, attribute = name.partition(":")
     if not colon:
         return backend_named(name)
@@ -93,10 +97,11 @@ class Workbench:
         self._setup = setup
         self._announce = announce
         self._backend = _for_isa(setup.isa) if setup.isa else resolve_backend(setup.backend)
+        self._truth = truth_of(self._backend, setup.seed)
         self._problem: Problem | None = None
         self._kernels: dict[tuple[str, str], Kernel] = {}
         self._checked: dict[tuple[str, str], float] = {}
-        self._awkward: dict[str, list[tuple[int, Expectation]]] = {}
+        self._awkward: dict[str, list[tuple[int, Expectation, PackedOperands]]] = {}
         self._tokens = 0
         self._expectations: dict[tuple[int, str], Expectation] = {}
         self._operands: PackedOperands | None = None
@@ -150,22 +155,20 @@ class Workbench:
         if key not in self._checked:
             if pipeline not in self._awkward:
                 self._announce(Stage("reference"))
-                self._awkward[pipeline] = list(awkward(problem, pipeline, self._setup.seed))
+                self._awkward[pipeline] = self._truth.awkward(problem, pipeline)
             self._announce(Stage("run"))
-            lengths = self._awkward[pipeline]
-            assert lengths[-1][0] == max(AWKWARD_TOKENS)  # operands of the longest prefix hold all the others
-            packed = PackedOperands(lengths[-1][1].operands, 0)
-            self._checked[key] = max(self._judge(kernel, packed, n, expectation) for n, expectation in lengths)
+            self._checked[key] = max(
+                self._judge(kernel, packed, n, expectation) for n, expectation, packed in self._awkward[pipeline]
+            )
         return self._checked[key]
 
     def _check_full(self, problem: Problem, kernel: Kernel, tokens: int) -> float:
         operands, pipeline = self._packed(problem, tokens), kernel.candidate.pipeline
-        lengths = [tokens, tokens - 1] if 1 < tokens <= ONE_LESS_TOKENS else [tokens]
+        lengths = self._truth.lengths(tokens)
         for length in lengths:
             if (length, pipeline) not in self._expectations:
                 self._announce(Stage("reference"))
-                cut = operands.operands if length == tokens else operands.operands.first(length)
-                self._expectations[length, pipeline] = expect(problem, cut, pipeline)
+                self._expectations[length, pipeline] = self._truth.expect(problem, operands.operands, length, pipeline)
         self._announce(Stage("pack"))
         operands.arguments(kernel)
         self._announce(Stage("run"))
@@ -174,7 +177,7 @@ class Workbench:
     def _packed(self, problem: Problem, tokens: int) -> PackedOperands:
         if self._operands is None:
             self._announce(Stage("reference"))
-            self._operands = PackedOperands(make_operands(problem, tokens, self._setup.seed), self._setup.memory_bytes)
+            self._operands = PackedOperands(self._truth.operands(problem, tokens), self._setup.memory_bytes)
         return self._operands
 
     def _judge(self, kernel: Kernel, packed: PackedOperands, tokens: int, expectation: Expectation) -> float:
