@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import binding
@@ -132,20 +133,20 @@ def task_object_code(text: str, native: str, symbol: str, isa: Isa) -> bytes:
 _LIBRARY = {"memcpy", "memmove", "memset"}
 
 
-def link(code: bytes, symbol: str) -> tuple[Any, int]:
+def link(code: bytes, symbols: Sequence[str]) -> tuple[Any, tuple[int, ...]]:
     """Load `object_code` into this process.
 
     Returns
     -------
     engine : object
         What the code lives in: keep it as long as the code may run.
-    address : int
-        Of the function ``symbol``.
+    addresses : tuple of int
+        Of the functions ``symbols``.
 
     Raises
     ------
     RuntimeError
-        If it is no object code, or lacks the function.
+        If it is no object code, or lacks a function.
     """
     with _LOCK:
         _initialise()
@@ -153,10 +154,10 @@ def link(code: bytes, symbol: str) -> tuple[Any, int]:
         engine = binding.create_mcjit_compiler(binding.parse_assembly(""), target.create_target_machine(jit=True))
         engine.add_object_file(binding.ObjectFileRef.from_data(code))
         engine.finalize_object()
-        address = engine.get_function_address(symbol)
-        if not address:
-            raise RuntimeError(f"{symbol} is not in the object code")
-        return engine, address
+        addresses = tuple(engine.get_function_address(symbol) for symbol in symbols)
+        if not all(addresses):
+            raise RuntimeError(f"{symbols[addresses.index(0)]} is not in the object code")
+        return engine, addresses
 
 
 def load(text: str, isa: Isa) -> Any:

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,9 +20,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import llvmlite
+
 from . import code_files
 from .machine import link
 
+_STARTED = time.time()
 _MAGIC = b"lowbit object 1\n"
 _SWEEP_BYTES = code_files.LIMIT_BYTES // 64
 
@@ -36,24 +40,24 @@ class Key:
 
     Parameters
     ----------
-    symbol : str
-        The function's name in the object code.
+    symbols : tuple of str
+        Functions in the object code.
     parts : tuple of str
         All that the code depends on besides this package's sources and the versions of its compilers.
     """
 
-    symbol: str
+    symbols: tuple[str, ...]
     parts: tuple[str, ...]
 
     @property
     def digest(self) -> bytes:
-        text = "\0".join((toolchain(), sys.implementation.cache_tag or "", self.symbol, *self.parts))
+        text = "\0".join((toolchain(), sys.implementation.cache_tag or "", *self.symbols, "", *self.parts))
         return hashlib.sha256(text.encode()).digest()
 
 
 @dataclass
 class Counts:
-    """What this process has done: kernels built, and kernels loaded from files without building."""
+    """What this process has done: objects built, and objects loaded from files without building."""
 
     built: int = 0
     loaded: int = 0
@@ -65,20 +69,29 @@ counts = Counts()
 @functools.cache
 def toolchain() -> str:
     """The compilers' versions and a digest of the sources that generate kernels."""
-    return f"numba {version('numba')}, llvmlite {version('llvmlite')}, kernels {_source_digest()}"
+    return f"numba {version('numba')}, llvmlite {llvmlite.__version__}, kernels {_source_digest()}"
+
+
+def _sources() -> list[Path]:
+    root = Path(__file__).parent.parent
+    return sorted([*root.glob("*.py"), *root.glob("cpu/*.py")])
 
 
 def _source_digest() -> str:
-    root = Path(__file__).parent.parent
     digest = hashlib.sha256()
-    for path in sorted([*root.glob("*.py"), *root.glob("cpu/*.py")]):
+    for path in _sources():
         digest.update(path.name.encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 
 
-def address(key: Key, build: Callable[[], bytes]) -> int:
-    """Address of the function ``key.symbol``, valid for the life of the process.
+def edited() -> bool:
+    """Whether a source may have changed since this process imported it; its digest then says nothing of the code."""
+    return any(path.stat().st_mtime > _STARTED - 1 for path in _sources())
+
+
+def addresses(key: Key, build: Callable[[], bytes]) -> tuple[int, ...]:
+    """Addresses of the functions ``key.symbols``, valid for the life of the process.
 
     Safe to use from several threads and processes.
 
@@ -88,7 +101,7 @@ def address(key: Key, build: Callable[[], bytes]) -> int:
     build : callable
         Makes the object code where there is none; what it raises is passed on.
     """
-    return _objects.address(key, build)
+    return _objects.addresses(key, build)
 
 
 class _Objects:
@@ -96,38 +109,41 @@ class _Objects:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._linked: dict[bytes, tuple[Any, int]] = {}
+        self._linked: dict[bytes, tuple[Any, tuple[int, ...]]] = {}
         self._unswept = _SWEEP_BYTES  # bytes written since the directory's size was looked at
         self._warned = False
+        self._current: bool | None = None
 
-    def address(self, key: Key, build: Callable[[], bytes]) -> int:
+    def addresses(self, key: Key, build: Callable[[], bytes]) -> tuple[int, ...]:
         with self._lock:
             digest = key.digest
             if digest not in self._linked:
-                self._linked[digest] = self._load(key.symbol, digest) or self._build(key.symbol, digest, build)
+                self._linked[digest] = self._load(key, digest) or self._build(key, digest, build)
             return self._linked[digest][1]
 
-    def _load(self, symbol: str, digest: bytes) -> tuple[Any, int] | None:
+    def _load(self, key: Key, digest: bytes) -> tuple[Any, tuple[int, ...]] | None:
         code = self._read(digest)
         if code is None:
             return None
         try:
-            linked = link(code, symbol)
+            linked = link(code, key.symbols)
         except RuntimeError:
             return None
         counts.loaded += 1
         return linked
 
-    def _build(self, symbol: str, digest: bytes, build: Callable[[], bytes]) -> tuple[Any, int]:
+    def _build(self, key: Key, digest: bytes, build: Callable[[], bytes]) -> tuple[Any, tuple[int, ...]]:
         code = build()
-        linked = link(code, symbol)
+        linked = link(code, key.symbols)
         counts.built += 1
         self._write(digest, code)
         return linked
 
     def _read(self, digest: bytes) -> bytes | None:
         path = code_files.directory()
-        if path is None:
+        if self._current is None:
+            self._current = not edited()
+        if path is None or not self._current:
             return None
         try:
             with code_files.opened(path) as place:
@@ -143,7 +159,7 @@ class _Objects:
 
     def _write(self, digest: bytes, code: bytes) -> None:
         path = code_files.directory()
-        if path is None:
+        if path is None or edited():
             return
         try:
             code_files.create(path)
