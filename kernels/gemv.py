@@ -12,30 +12,21 @@ from typing import Any
 import numpy as np
 from numba import cfunc, types
 
-from .plugin import OPERAND_FIELDS, OperandType, dot_tile, load_f32, operand_reader, peek, store_f32
-
-FIELDS = (
-    "x",  # float32 vectors
-    "prepared",  # vectors as the tile reads them
-    "aux",
-    "x_bytes",  # from one vector to the next, of each of the three
-    "prepared_bytes",
-    "aux_bytes",
-    "out",  # float32 (vectors, rows)
-    "rows",
-    "vectors",
-    "step",  # vectors that one tile call serves
-    "block",  # rows over which all vectors pass before the next ones are read
-    "splits",
-    "scratch",  # step × 32 floats: the last block's result where rows are no multiple of 32
-    "matrix",  # `lowbit.kernels.plugin.OPERAND_FIELDS` fields
-    *("",) * (OPERAND_FIELDS - 1),
+from .gemv_fields import (
+    AUX,
+    AUX_BYTES,
+    BLOCK,
+    MATRIX,
+    OUT,
+    PREPARED,
+    PREPARED_BYTES,
+    ROWS,
+    SCRATCH,
+    SPLITS,
+    STEP,
+    VECTORS,
 )
-"""Fields of a job, int64 each, in order."""
-
-X, PREPARED, AUX, X_BYTES, PREPARED_BYTES, AUX_BYTES, OUT, ROWS, VECTORS, STEP, BLOCK, SPLITS, SCRATCH, MATRIX = range(
-    14
-)
+from .plugin import OperandType, dot_tile, load_f32, operand_reader, peek, store_f32
 
 ROW_BLOCK = 32
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import gemv
+from .. import gemv_fields as fields
 from ..candidate import Candidate
 from ..errors import ProblemError, QuantizationError
-from ..packed import TOKEN_BLOCK, aligned_zeros
-from ..plugin import OPERAND_FIELDS
+from ..packed import OPERAND_FIELDS, TOKEN_BLOCK, aligned_zeros
 from ..problem import Problem, check_tokens
 from .kernel import Bound, CpuKernel
 from .keys import Preparation
@@ -53,12 +53,12 @@ class GemvKernel(CpuKernel):
         self._memory = [
             aligned_zeros(size, np.uint8) for size in (vectors * row, vectors * aux, 4 * step * TOKEN_BLOCK)
         ]
-        self._job = np.zeros(len(gemv.FIELDS), np.int64)
+        self._job = np.zeros(len(fields.FIELDS), np.int64)
         job = self._job
-        job[gemv.PREPARED], job[gemv.AUX], job[gemv.SCRATCH] = (each.ctypes.data for each in self._memory)
-        job[gemv.X_BYTES], job[gemv.PREPARED_BYTES], job[gemv.AUX_BYTES] = 4 * problem.head_dim, row, aux
-        job[gemv.VECTORS], job[gemv.STEP] = vectors, step
-        job[gemv.BLOCK], job[gemv.SPLITS] = schedule.block, schedule.splits
+        job[fields.PREPARED], job[fields.AUX], job[fields.SCRATCH] = (each.ctypes.data for each in self._memory)
+        job[fields.X_BYTES], job[fields.PREPARED_BYTES], job[fields.AUX_BYTES] = 4 * problem.head_dim, row, aux
+        job[fields.VECTORS], job[fields.STEP] = vectors, step
+        job[fields.BLOCK], job[fields.SPLITS] = schedule.block, schedule.splits
 
     def bind(self, *operands: Any, tokens: int | None = None, out: Float32 | None = None) -> Bound:
         problem, job = self.problem, self._job.copy()
@@ -78,14 +78,38 @@ class GemvKernel(CpuKernel):
             out = np.empty(shape, np.float32)
         elif out.shape != shape or out.dtype != np.float32 or not (out.flags.c_contiguous and out.flags.writeable):
             raise ProblemError(f"out must be a writable, contiguous float32 array of shape {shape}")
-        job[gemv.X], job[gemv.OUT], job[gemv.ROWS] = x.ctypes.data, out.ctypes.data, rows
+        job[fields.X], job[fields.OUT], job[fields.ROWS] = x.ctypes.data, out.ctypes.data, rows
         if not self._prepare:
-            job[gemv.PREPARED] = x.ctypes.data
-        job[gemv.MATRIX : gemv.MATRIX + OPERAND_FIELDS] = (*matrix.addresses, self._tile)
-        return Bound(self, job, out, (x, matrix))
+            job[fields.PREPARED] = x.ctypes.data
+        job[fields.MATRIX : fields.MATRIX + OPERAND_FIELDS] = (*matrix.addresses, self._tile)
+        return _BoundGemv(self, job, out, (x, matrix))
 
-    def run(self, job: int, out: int) -> None:
+    def run(self, job: int) -> None:
         """Prepare the vectors of the job at address ``job``, then run its tasks."""
-        if self._prepare:
-            self._pool.run(self._prepare, job, self.problem.query_rows, self._preparing_threads)
-        self._pool.run(self._task, job, self._tasks)
+        self.bound(job)()
+
+    def bound(self, job: int) -> Callable[[], None]:
+        """The same, to be repeated."""
+        vectors = self.problem.query_rows if self._prepare else 0
+        if not vectors or self._preparing_threads == 1:
+            return self._pool.bind(self._task, job, self._tasks, self._prepare, vectors)
+        prepare = self._pool.bind(self._prepare, job, vectors)
+        multiply = self._pool.bind(self._task, job, self._tasks)
+
+        def both() -> None:
+            prepare()
+            multiply()
+
+        return both
+
+
+class _BoundGemv(Bound):
+    __slots__ = ("_run",)
+
+    def __init__(self, kernel: GemvKernel, job: NDArray[np.int64], out: Float32, operands: tuple[Any, ...]):
+        super().__init__(kernel, job, out, operands)
+        self._run = kernel.bound(job.ctypes.data)
+
+    def __call__(self) -> Float32:
+        self._run()
+        return self.out

@@ -1,8 +1,10 @@
 """Schedules of a matrix times vectors.
 
 A matrix has one head, so that threads share its rows: there are at least as many splits as threads, and more of them
-even out what the system takes from one thread. Which number of vectors a pass serves, and how many rows pass under all
-vectors before the next ones are read, only matters for more vectors than a pass can serve.
+even out what the system takes from one thread. It is read once a call, from memory as a rule, and more lines are on
+their way if they are asked for: most schedules prefetch, a few kilobytes ahead. Which number of vectors a pass serves,
+and how many rows pass under all vectors before the next ones are read, only matters for more vectors than a pass can
+serve.
 """
 
 from __future__ import annotations
@@ -16,6 +18,9 @@ from .isa import Isa
 MOST_VECTORS = 4
 """Vectors in one pass of the middle schedule."""
 
+PREFETCH = 48
+"""Lines ahead of the middle schedule."""
+
 BLOCK_BYTES = 256 << 10
 """Of a matrix that all vectors pass over before the next rows are read: what stays in a core's own cache."""
 
@@ -27,12 +32,12 @@ def schedules(problem: Problem, isa: Isa, threads: int) -> list[Schedule]:
     row_bytes = max(problem.head_dim * problem.stored("k").bits // 8, 1)
     block = max(32, min(256, BLOCK_BYTES // row_bytes // 32 * 32))
     registers = 1 if isa.registers <= 16 else 2
-    middle = Schedule(rows=whole, registers=registers, block=block, splits=threads, prefetch=0, threads=threads)
+    middle = Schedule(rows=whole, registers=registers, block=block, splits=threads, prefetch=PREFETCH, threads=threads)
     changes = [
         middle,
         *(replace(middle, registers=count) for count in (1, 2, 4)),
         *(replace(middle, splits=each * threads) for each in (4, 16) if threads > 1),
-        *(replace(middle, prefetch=lines) for lines in (8, 32)),
+        *(replace(middle, prefetch=lines) for lines in (0, 16, 96)),
         replace(middle, splits=1, threads=1),
     ]
     if vectors > 2:

@@ -20,10 +20,12 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from .compiled import for_any_host
 
 _LINE = 16  # 64-bit words between two shared words: 128 bytes, so that neither a line nor its prefetched twin is shared
 _IDLE_US = 500.0  # how long a worker spins before it blocks: longer than the gap between two layers of a small model
@@ -157,6 +159,41 @@ end:
   ret void
 }}
 
+; A call from a block of its arguments: the prologue inline, then the tasks. Returns how many workers are parked; if any
+; are, the tasks are published and the caller has to wake the workers and to join.
+define i64 @call(ptr %b) {{
+entry:
+  %turns.p = getelementptr i64, ptr %b, i64 6
+  %prologue.p = getelementptr i64, ptr %b, i64 5
+  %limit.p = getelementptr i64, ptr %b, i64 4
+  %tasks.p = getelementptr i64, ptr %b, i64 3
+  %args.p = getelementptr i64, ptr %b, i64 2
+  %function.p = getelementptr i64, ptr %b, i64 1
+  %state = load i64, ptr %b
+  %function = load i64, ptr %function.p
+  %args = load i64, ptr %args.p
+  %tasks = load i64, ptr %tasks.p
+  %limit = load i64, ptr %limit.p
+  %prologue = load i64, ptr %prologue.p
+  %turns = load i64, ptr %turns.p
+  call void @inline(i64 %prologue, i64 %args, i64 %turns)
+  %alone = icmp ule i64 %limit, 1
+  br i1 %alone, label %here, label %fork
+here:
+  call void @inline(i64 %function, i64 %args, i64 %tasks)
+  ret i64 0
+fork:
+  %s = inttoptr i64 %state to ptr
+  %parked = call i64 @publish(ptr %s, i64 %function, i64 %args, i64 %tasks, i64 %limit)
+  %awake = icmp eq i64 %parked, 0
+  br i1 %awake, label %share, label %wake
+share:
+  call void @join(ptr %s)
+  ret i64 0
+wake:
+  ret i64 %parked
+}}
+
 ; A worker's life between two parkings: 1 to be called again, 0 to block until woken.
 define i64 @serve(ptr %s, i64 %rank, i64 %spins) {{
 entry:
@@ -277,6 +314,46 @@ class Pool:
             finally:
                 native.join(self._state)
 
+    def bind(
+        self, function_address: int, args_address: int, tasks: int, prologue_address: int = 0, turns: int = 0
+    ) -> Callable[[], None]:
+        """What `run` does, with everything looked up once: the cheapest way to repeat a call.
+
+        Parameters
+        ----------
+        function_address, args_address, tasks : int
+            See `run`.
+        prologue_address, turns : int, optional
+            A task function that the calling thread runs first, with the same argument and the indices 0 … turns − 1.
+        """
+        if not 0 <= tasks < 2**31 or not function_address or (turns and not prologue_address):
+            raise ValueError(f"cannot run {tasks} tasks of function {function_address:#x}")
+        native, state = _native(), self._state
+        limit = min(self.threads, tasks)
+        arguments = (ctypes.c_int64 * 7)(state, function_address, args_address, tasks, limit, prologue_address, turns)
+        # The address is a number, which ctypes converts faster; the default holds on to the block.
+        call, address = native.call, ctypes.addressof(arguments)
+
+        def run(memory: object = (arguments, self._memory)) -> None:
+            if state != self._state:  # a fork has left these words to its parent
+                arguments[0] = self._state
+            if limit <= 1:
+                call(address)
+                return
+            with self._lock:
+                if not self._workers and not self._stopped:
+                    self._start(native)
+                parked = 1
+                try:
+                    parked = call(address)
+                    if parked:
+                        self._wake(native, limit)
+                finally:
+                    if parked:
+                        native.join(self._state)
+
+        return run
+
     def _start(self, native: _Native) -> None:
         cpus = allowed_cpus()
         spins = 0 if self.threads > len(cpus) else native.idle_spins(self._state)
@@ -327,11 +404,6 @@ class _Native:
     """The compiled half, called through ctypes, which releases the interpreter lock."""
 
     def __init__(self) -> None:
-        import llvmlite.binding as llvm
-
-        llvm.initialize_native_target()
-        llvm.initialize_native_asmprinter()
-        llvm.initialize_native_asmparser()
         pause = {"x86_64": "pause", "AMD64": "pause", "aarch64": "yield", "arm64": "yield"}
         posix = os.name == "posix"
         text = _IR.format(
@@ -345,19 +417,22 @@ class _Native:
             parked=_PARKED,
             line=_LINE,
         )
-        machine = llvm.Target.from_default_triple().create_target_machine(opt=2)
-        self._engine: Any = llvm.create_mcjit_compiler(llvm.parse_assembly(text), machine)
-        self._engine.finalize_object()
         word, nothing = ctypes.c_int64, None
-        self.inline = self._function("inline", nothing, word, word, word)
-        self.publish = self._function("publish", word, word, word, word, word, word)
-        self.unpark = self._function("unpark", word, word, word)
-        self.join = self._function("join", nothing, word)
-        self.serve = self._function("serve", word, word, word, word)
-        self.pace = self._function("pace", nothing, word, word)
-
-    def _function(self, name: str, *signature: Any) -> Any:
-        return ctypes.CFUNCTYPE(*signature)(self._engine.get_function_address(name))
+        signatures: dict[str, tuple[Any, ...]] = {
+            "inline": (nothing, word, word, word),
+            "publish": (word, word, word, word, word, word),
+            "unpark": (word, word, word),
+            "join": (nothing, word),
+            "serve": (word, word, word, word),
+            "pace": (nothing, word, word),
+            "call": (word, word),
+        }
+        addresses = for_any_host(tuple(signatures), text)
+        functions = [
+            ctypes.CFUNCTYPE(*signature)(address)
+            for signature, address in zip(signatures.values(), addresses, strict=True)
+        ]
+        self.inline, self.publish, self.unpark, self.join, self.serve, self.pace, self.call = functions
 
     def idle_spins(self, state: int) -> int:
         """Turns of the idle loop that last `_IDLE_US`."""

@@ -1,5 +1,6 @@
 """A packed matrix times vectors: every packing and pipeline, awkward rows, columns and numbers of vectors."""
 
+import functools
 import itertools
 
 import numpy as np
@@ -155,7 +156,7 @@ def test_preparation_in_vector_code_follows_the_tables():
     """Codes, sums and scales against the tables read one slot at a time."""
     import ctypes
 
-    from lowbit.kernels.cpu.machine import load
+    from lowbit.kernels.cpu.compiled import named
 
     isa, tried = detect(), 0
     for name, columns in itertools.product(
@@ -179,10 +180,8 @@ def test_preparation_in_vector_code_follows_the_tables():
         aux = np.full((2, 2, len(tables.aux_group)), 99, np.int32)
         addresses = [array.ctypes.data for array in (x, slots, aux)]
         job = np.array([*addresses, *(array.strides[0] for array in (x, slots, aux))], np.int64)
-        engine = load(prepare_text(spec, tables), isa)
-        prepare = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(
-            engine.get_function_address(prepare_symbol(spec, tables))
-        )
+        at = named(prepare_symbol(spec, tables), isa, functools.partial(prepare_text, spec, tables))
+        prepare = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(at)
         for row in range(2):
             prepare(job.ctypes.data, row)
             padded = np.zeros(-(-columns // 32) * 32)
