@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ...costmodel.device import detect
 from ...costmodel.microbench import Bench
-from ...costmodel.microloops import READERS
+from ...costmodel.readlimit import ReadLimit
 from ...kernels.cpu.wake import wake
 from .case import Case
 from .contestant import Contestant, Entry
@@ -23,9 +23,6 @@ class Limit(Contestant):
         if self._bench is None or case.nbytes > self._largest:
             self._largest = case.nbytes
             self._bench = Bench(detect(), case.nbytes + (1 << 20))
-        bench = self._bench
-        for reader in READERS:
-            share = bench.whole_steps(reader, case.nbytes // self._threads)
-            run = bench.call(reader, self._threads, self._threads, share, 1)
-            region = bench.address, share * self._threads
-            yield Entry(run, lambda: wake(self._threads), (region,), reader, keep=bench)
+        limit = ReadLimit(case.nbytes, self._threads, self._bench.device, self._bench)
+        for reader, run in limit.calls.items():
+            yield Entry(run, lambda: wake(self._threads), (limit.region,), reader, keep=limit)
