@@ -15,6 +15,7 @@ from typing import Any
 
 from llvmlite import ir
 from numba.core import cgutils, types
+from numba.core.errors import TypingError
 from numba.extending import (
     NativeValue,
     intrinsic,
@@ -27,7 +28,7 @@ from numba.extending import (
 
 from .errors import LayoutError
 from .layout import Layout
-from .packed import PackedTensor
+from .packed import OPERAND, PackedTensor
 
 
 @dataclass(frozen=True)
@@ -76,16 +77,9 @@ class DispatchedType(types.Type):
 
 OperandType = PackedType | DispatchedType
 
-_FIELDS = [
-    ("words", types.intp),
-    ("words_stride", types.intp),
-    ("scales", types.intp),
-    ("scales_stride", types.intp),
-    ("tokens", types.intp),
-    ("capacity", types.intp),
-    ("tile", types.intp),  # address of the tile function; 0 where the type knows it
-]
-OPERAND_FIELDS = len(_FIELDS)
+LAYOUT_NEEDED = "load_element needs the layout of its operand in the type"
+
+_FIELDS = [(name, types.intp) for name in OPERAND]
 
 
 @register_model(PackedType)
@@ -152,7 +146,7 @@ def _scalar_store(element: types.Type) -> Any:
     return store
 
 
-peek = _scalar_load(types.int64)
+peek, poke = _scalar_load(types.int64), _scalar_store(types.int64)
 load_f32, store_f32 = _scalar_load(types.float32), _scalar_store(types.float32)
 load_i32, store_i32 = _scalar_load(types.int32), _scalar_store(types.int32)
 load_i8, store_i8 = _scalar_load(types.int8), _scalar_store(types.int8)
@@ -200,6 +194,9 @@ def _tile_function(context: Any, builder: Any, role: str, typ: OperandType, valu
     from .cpu.keys import DOT_TILE, emit_dot_tile
     from .cpu.values import ACCUMULATE_TILE, emit_accumulate_tile
 
+    declared = getattr(typ, "role", role)
+    if declared != role:
+        raise LayoutError(f"an operand of role {declared!r} cannot be read as one of role {role!r}")
     if isinstance(typ, PackedType):
         emit = emit_dot_tile if role == "k" else emit_accumulate_tile
         return emit(builder.module, tile_spec(role, typ))
@@ -254,8 +251,50 @@ def accumulate_tile(
 
 
 @intrinsic
+def call_task(typingctx: Any, function: Any, job: Any, index: Any) -> Any:
+    """Call the ``void task(job, index)`` at an address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        task = ir.FunctionType(ir.VoidType(), [ir.IntType(64), ir.IntType(64)])
+        builder.call(builder.inttoptr(args[0], task.as_pointer()), args[1:])
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.int64), codegen
+
+
+@intrinsic
+def softmax_tile(
+    typingctx: Any,
+    function: Any,
+    scores: Any,
+    stride: Any,
+    rows: Any,
+    first: Any,
+    last: Any,
+    count: Any,
+    state: Any,
+    out: Any,
+    channels: Any,
+    cap: Any,
+) -> Any:
+    """One online-softmax update by the function at an address; see `lowbit.kernels.cpu.softmax`."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        from .cpu.softmax import SOFTMAX_TILE
+
+        target = builder.inttoptr(args[0], SOFTMAX_TILE.as_pointer())
+        scores_, state_, out_ = (_pointer(builder, args[i]) for i in (1, 7, 8))
+        builder.call(target, [scores_, *args[2:7], state_, out_, args[9], args[10]])
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 10, types.float32), codegen
+
+
+@intrinsic
 def load_element(typingctx: Any, operand: Any, head: Any, t: Any, d: Any) -> Any:
     """The float32 value of element (head, t, d): any layout, one element at a time."""
+    if isinstance(operand, DispatchedType):
+        raise TypingError(LAYOUT_NEEDED)
     if not isinstance(operand, PackedType):
         return None
 
@@ -283,10 +322,3 @@ def operand_reader(typ: OperandType) -> Any:
         return typ(types.intp), codegen
 
     return read
-
-
-def require_packed(value: object, role: str) -> PackedTensor:
-    """``value`` if it is a packed operand, else `LayoutError`."""
-    if not isinstance(value, PackedTensor):
-        raise LayoutError(f"operand {role} must be a PackedTensor, not {type(value).__name__}")
-    return value

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 from llvmlite import ir
 
-from .. import operators
 from ..backend import Backend, Code, Rejected
 from ..candidate import Candidate
 from ..errors import CompileError, LowbitError
-from ..plugin import DispatchedType
 from ..problem import Problem
 from . import space as candidates
+from .activations import in_place, prepare_symbol, prepare_text
+from .compiled import emitted, named, operator
+from .gemv import GemvKernel
 from .isa import Isa, detect, isa_named
 from .kernel import CpuKernel
-from .keys import emit_dot_tile, preparation
-from .machine import assembly, load
+from .keys import Preparation, dotted_per_iteration, emit_dot_tile, preparation
+from .machine import assembly
+from .objects import toolchain
+from .softmax import SoftmaxSpec, emit_softmax_tile
 from .spec import TileSpec
-from .values import emit_accumulate_tile, scratch_bytes
+from .values import accumulated_per_iteration, emit_accumulate_tile, scratch_bytes
 
 
 class CpuBackend(Backend):
@@ -46,10 +46,7 @@ class CpuBackend(Backend):
         return self.isa().name
 
     def toolchain(self) -> str:
-        import llvmlite
-        import numba
-
-        return f"numba {numba.__version__}, llvmlite {llvmlite.__version__}, kernels {_source_digest()}"
+        return toolchain()
 
     def space(self, problem: Problem, threads: int) -> Iterator[Candidate | Rejected]:
         return candidates.space(problem, self.isa(), threads)
@@ -87,64 +84,72 @@ class CpuBackend(Backend):
 
 
 def _compiled(problem: Problem, candidate: Candidate, isa: Isa) -> CpuKernel:
+    if problem.operator == "gemv":
+        return _compiled_gemv(problem, candidate, isa)
     specs = {spec.role: spec.canonical for spec in candidates.tile_specs(problem, candidate, isa)}
-    tiles = {role: _loaded(spec).get_function_address(spec.symbol) for role, spec in specs.items()}
+    tiles = {role: _loaded(spec) for role, spec in specs.items()}
+    if problem.operator == "attend":
+        tiles["softmax"] = _loaded(SoftmaxSpec(isa, problem.softcap > 0))
     prepared = preparation(specs["k"]) if "k" in specs else None
-    scratch = scratch_bytes(specs["v"], candidate.schedule.block) if "v" in specs else 0
-    task, merge = _operator(problem.operator)
+    if prepared is not None:
+        tiles["prepare"] = _preparer(specs["k"], prepared)
+    scratch = scratch_bytes(specs["v"]) if "v" in specs else 0
+    task = operator(problem.operator, isa)
+    merge = 0 if problem.operator == "qk" else operator(f"merge_{problem.operator}", isa)
     return CpuKernel(problem, candidate, task, merge, tiles, prepared, scratch)
 
 
-@functools.cache
-def _operator(name: str) -> tuple[Any, Any]:
-    """The operator's task and merge functions, compiled once for all layouts."""
-    operand = DispatchedType()
-    if name in ("qk", "gemv"):
-        return operators.build_qk(operand), None
-    if name == "sv":
-        return operators.build_sv(operand), operators.build_merge(name)
-    return operators.build_attend(operand, operand), operators.build_merge(name)
+def _compiled_gemv(problem: Problem, candidate: Candidate, isa: Isa) -> GemvKernel:
+    (spec,) = (spec.canonical for spec in candidates.tile_specs(problem, candidate, isa))
+    tables = preparation(spec)
+    return GemvKernel(problem, candidate, operator("gemv", isa), _loaded(spec), tables, _preparer(spec, tables))
 
 
-def _text(spec: TileSpec) -> str:
+def _preparer(spec: TileSpec, tables: Preparation) -> int:
+    """Address of the function that prepares rows, or 0 if they already lie as the tile reads them."""
+    if in_place(spec, tables):
+        return 0
+    return named(prepare_symbol(spec, tables), spec.isa, lambda: prepare_text(spec, tables))
+
+
+def _text(spec: TileSpec | SoftmaxSpec) -> str:
     module = ir.Module(name="lowbit")
-    emit = emit_dot_tile if spec.role == "k" else emit_accumulate_tile
-    emit(module, spec)
+    if isinstance(spec, SoftmaxSpec):
+        emit_softmax_tile(module, spec)
+    elif spec.role == "k":
+        emit_dot_tile(module, spec)
+    else:
+        emit_accumulate_tile(module, spec)
     return str(module)
 
 
 @functools.lru_cache(None)
-def _loaded(spec: TileSpec) -> Any:
-    """Engines stay for the life of the process: kernels hold addresses into them."""
-    return load(_text(spec), spec.isa)
+def _loaded(spec: TileSpec | SoftmaxSpec) -> int:
+    """Address of the function, which stays for the life of the process."""
+    return emitted(spec, lambda: _text(spec))
+
+
+def tile_address(spec: TileSpec) -> int:
+    """Address of a tile function, valid for the life of the process."""
+    return _loaded(spec)
+
+
+def prepare_address(spec: TileSpec) -> int:
+    """Address of the function that prepares rows for a dot tile; see `lowbit.kernels.cpu.activations`."""
+    tables = preparation(spec)
+    return named(prepare_symbol(spec, tables), spec.isa, lambda: prepare_text(spec, tables))
 
 
 @functools.lru_cache(64)
 def _code(spec: TileSpec) -> Code:
     text = _text(spec)
-    plan = spec.plan
-    region = plan.any
-    channels = region.reductions if spec.role == "k" else region.outputs
-    if spec.role == "k" and plan.trips <= 1:
-        channels = spec.head_dim  # no inner loop: one iteration of the block loop sees whole rows
-    tokens = region.outputs if spec.role == "k" else region.reductions
+    values = dotted_per_iteration(spec) if spec.role == "k" else accumulated_per_iteration(spec)
     return Code(
         role=spec.role,
         symbol=spec.symbol,
         ir=text,
         assembly=assembly(text, spec.isa),
-        values_per_iteration=min(channels, spec.head_dim) * tokens,
+        values_per_iteration=values,
         rows=spec.rows,
         packing=spec.layout.packing.name,
     )
-
-
-@functools.cache
-def _source_digest() -> str:
-    """Digest of the code that generates kernels: a change makes stored measurements stale."""
-    root = Path(__file__).parent.parent
-    digest = hashlib.sha256()
-    for path in sorted([*root.glob("*.py"), *root.glob("cpu/*.py")]):
-        digest.update(path.name.encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]

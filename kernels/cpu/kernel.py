@@ -7,17 +7,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import operators
+from .. import fields
 from ..backend import Kernel
 from ..candidate import Candidate
 from ..errors import LayoutError, ProblemError, QuantizationError
-from ..packed import PackedTensor, aligned_zeros, pack
-from ..plugin import OPERAND_FIELDS, require_packed
+from ..packed import OPERAND_FIELDS, PackedTensor, aligned_zeros, pack, require_packed
 from ..problem import Problem, check_tokens
 from ..quantize import Quantized, quantize
 from ..reference import softmax_scale
 from .keys import Preparation
 from .pool import pool
+from .softmax import LOG2_E
 
 Float32 = NDArray[np.float32]
 
@@ -29,31 +29,30 @@ class CpuKernel(Kernel):
         self,
         problem: Problem,
         candidate: Candidate,
-        task: Any,
-        merge: Any,
+        task: int,
+        merge: int,
         tiles: dict[str, int],
         prepared: Preparation | None,
         scratch: int,
     ):
         self.problem, self.candidate = problem, candidate
         self._task, self._merge, self._tiles, self._prepared = task, merge, tiles, prepared
-        self._task_address: int = task.address
-        self._kv_heads, self._head_dim = problem.kv_heads, problem.head_dim
-        self._job = np.zeros(len(operators.FIELDS), np.int64)
+        self._kv_heads = problem.kv_heads
+        self._job = np.zeros(len(fields.FIELDS), np.int64)
         schedule = candidate.schedule
         self._tasks = problem.kv_heads * schedule.splits
         self._pool = pool(schedule.threads)
         self._workspace_bytes = self._size_of_workspace(scratch)
         self._workspace = aligned_zeros(self._tasks * self._workspace_bytes, np.uint8)
-        size = operators.partial_floats(problem.rows, problem.head_dim)
+        size = fields.partial_floats(problem.rows, problem.head_dim)
         self._partials = aligned_zeros(self._tasks * size, np.float32)
         self._fill_constants()
 
-    def run(self, job: int, out: int) -> None:
-        """Run the tasks of the job at address ``job``, and merge their records into the float32 array at ``out``."""
-        self._pool.run(self._task_address, job, self._tasks)
-        if self._merge is not None:
-            self._merge(job, self._kv_heads, self._head_dim, out)
+    def run(self, job: int) -> None:
+        """Run the tasks of the job at address ``job``, and merge their records."""
+        self._pool.run(self._task, job, self._tasks)
+        if self._merge:
+            self._pool.run(self._merge, job, self._kv_heads, 1)
 
     def _size_of_workspace(self, scratch: int) -> int:
         problem, schedule = self.problem, self.candidate.schedule
@@ -67,31 +66,32 @@ class CpuKernel(Kernel):
             8 * rows,
             4 * rows * problem.head_dim,
         )
-        # Preparing rows needs codes, sums and a row of zeros where scores and scratch will be.
-        size = sum(-(-part // 64) * 64 for part in parts) + scratch + 8192 + 8 * problem.head_dim
+        size = sum(-(-part // 64) * 64 for part in parts) + scratch
         return -(-size // 4096) * 4096 + 128  # neighbouring tasks start in different cache sets
 
     def _fill_constants(self) -> None:
         problem, job, schedule = self.problem, self._job, self.candidate.schedule
-        job[operators.WORKSPACE] = self._workspace.ctypes.data
-        job[operators.WORKSPACE_BYTES] = self._workspace_bytes
-        job[operators.PARTIALS] = self._partials.ctypes.data
-        job[operators.HEAD_DIM] = self.problem.head_dim
-        job[operators.STEP] = schedule.rows
-        job[operators.ELEMENT] = 1 if problem.integer("k", self.candidate.pipeline) else 4
-        factor = softmax_scale(self.problem.head_dim) if self.problem.operator == "attend" else 1.0
-        job[operators.FACTOR : operators.FACTOR + 1].view(np.float32)[0] = factor
-        job[operators.ROWS] = self.problem.rows
-        job[operators.QUERY_ROWS] = self.problem.query_rows
-        job[operators.SPLITS] = schedule.splits
-        job[operators.BLOCK] = schedule.block
+        job[fields.WORKSPACE] = self._workspace.ctypes.data
+        job[fields.WORKSPACE_BYTES] = self._workspace_bytes
+        job[fields.PARTIALS] = self._partials.ctypes.data
+        job[fields.HEAD_DIM] = self.problem.head_dim
+        job[fields.STEP] = schedule.rows
+        job[fields.ELEMENT] = 1 if problem.integer("k", self.candidate.pipeline) else 4
+        factor = 1.0
+        if problem.operator == "attend":
+            factor = softmax_scale(problem.head_dim) * (1.0 if problem.softcap else LOG2_E)
+            job[fields.SOFTMAX] = self._tiles["softmax"]
+        job[fields.FACTOR : fields.FACTOR + 1].view(np.float32)[0] = factor
+        job[fields.CAP : fields.CAP + 1].view(np.float32)[0] = problem.softcap
+        job[fields.WINDOW] = problem.window
+        job[fields.ROWS] = self.problem.rows
+        job[fields.QUERY_ROWS] = self.problem.query_rows
+        job[fields.SPLITS] = schedule.splits
+        job[fields.BLOCK] = schedule.block
         if self._prepared is not None:
-            job[operators.ORDER] = self._prepared.order.ctypes.data
-            job[operators.ORDER_COUNT] = len(self._prepared.order)
-            job[operators.AUX_GROUP] = self._prepared.aux_group.ctypes.data
-            job[operators.AUX_FIRST] = self._prepared.aux_first.ctypes.data
-            job[operators.AUX_COUNT] = len(self._prepared.aux_group)
-            job[operators.OFFSET] = self._prepared.offset
+            job[fields.PREPARE] = self._tiles["prepare"]
+            job[fields.ORDER_COUNT] = len(self._prepared.order)
+            job[fields.AUX_COUNT] = len(self._prepared.aux_group)
 
     def pack(self, role: str, values: NDArray[np.floating] | Quantized, capacity: int | None = None) -> PackedTensor:
         layout = {"k": self.candidate.k, "v": self.candidate.v}.get(role)
@@ -111,7 +111,7 @@ class CpuKernel(Kernel):
         x, job = np.ascontiguousarray(operands[0], np.float32), self._job.copy()
         packed = [self._checked(role, operand) for role, operand in zip(roles, operands[1:], strict=True)]
         for role, operand in zip(roles, packed, strict=True):
-            start = operators.K if role == "k" else operators.V
+            start = fields.K if role == "k" else fields.V
             job[start : start + OPERAND_FIELDS] = (*operand.addresses, self._tiles[role])
         count = check_tokens(packed[0].tokens if tokens is None else tokens)
         if any(count > operand.capacity for operand in packed):
@@ -129,11 +129,11 @@ class CpuKernel(Kernel):
             out = np.empty(shape, np.float32)
         elif not _fits(out, shape):
             raise ProblemError(f"out must be a writable, contiguous float32 array of shape {shape}")
-        job[operators.X] = x.ctypes.data
-        job[operators.X_HEAD_STRIDE] = problem.rows * columns
-        job[operators.X_ROW_STRIDE] = columns
-        job[operators.OUT] = out.ctypes.data
-        job[operators.TOKENS] = count
+        job[fields.X] = x.ctypes.data
+        job[fields.X_HEAD_STRIDE] = problem.rows * columns
+        job[fields.X_ROW_STRIDE] = columns
+        job[fields.OUT] = out.ctypes.data
+        job[fields.TOKENS] = count
         return Bound(self, job, out, (x, *packed))
 
     def _checked(self, role: str, value: object) -> PackedTensor:
@@ -162,12 +162,12 @@ def _fits(out: object, shape: tuple[int, ...]) -> bool:
 class Bound:
     """One call with its operands in place; shares the kernel's workspace, so calls must not overlap."""
 
-    __slots__ = ("_address", "_job", "_kernel", "_operands", "_out_address", "out")
+    __slots__ = ("_address", "_job", "_kernel", "_operands", "out")
 
     def __init__(self, kernel: CpuKernel, job: NDArray[np.int64], out: Float32, operands: tuple[Any, ...]):
         self._kernel, self._job, self._operands, self.out = kernel, job, operands, out
-        self._address, self._out_address = job.ctypes.data, out.ctypes.data
+        self._address = job.ctypes.data
 
     def __call__(self) -> Float32:
-        self._kernel.run(self._address, self._out_address)
+        self._kernel.run(self._address)
         return self.out

@@ -117,6 +117,13 @@ def emit_dot_tile(module: ir.Module, spec: TileSpec) -> ir.Function:
     return function
 
 
+def dotted_per_iteration(spec: TileSpec) -> int:
+    """Codes that one iteration of the hot loop consumes: a region's, or whole rows' where there is no inner loop."""
+    region = spec.plan.any
+    channels = spec.head_dim if spec.plan.trips <= 1 else min(region.reductions, spec.head_dim)
+    return channels * region.outputs
+
+
 class _DotTile:
     def __init__(self, emit: Emitter, spec: TileSpec):
         self.emit, self.spec, self.plan = emit, spec, spec.plan

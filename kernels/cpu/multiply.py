@@ -40,16 +40,22 @@ class IntegerForm:
         What the multiplied code exceeds its value by.
     bound : int
         Largest |w·x| of one product.
+    multiple : int
+        What codes are multiplied by when they meet the small operand.
     """
 
     form: str
     flip: int
     offset: int
     bound: int
+    multiple: int = 1
 
 
 def integer_form(packing: Packing, role: str, isa: Isa) -> IntegerForm:
     """Choose the cheapest exact form."""
+    if packing.bits == 4 and isa.dot == "vpdpbusd" and role == "v":
+        # Nibbles at the top of their bytes are 16 times signed codes, and unsigned weights need no correction.
+        return IntegerForm("xw", 0x88 if packing.coding == "offset" else 0, 0, 128 * 127, 16)
     if packing.bits == 4:
         # Both codings multiply as 0 … 15: one exclusive-or turns a signed nibble into an offset one.
         form = "ss" if isa.dot in ("sdot", "widen") else "wx"
@@ -88,14 +94,15 @@ class Unpacker:
         if packing.format == "fp16":
             return [emit.load(self.base, ir.VectorType(HALF, width // 2), offset)]
         word = emit.load(self.base, ir.VectorType(I8, width), offset)
-        flip = integer_form(packing, spec.role, spec.isa).flip if spec.integer else float_flip(packing)
+        form = integer_form(packing, spec.role, spec.isa) if spec.integer else None
+        flip = form.flip if form is not None else float_flip(packing)
         if flip:
             word = emit.builder.xor(word, emit.constant(I8, width, flip))
         if packing.lower is not None:
-            return packing.lower(emit, word)
+            return [_raised(emit, each, form) for each in packing.lower(emit, word)]
         if packing.bits == 8:
             return [word]
-        low, high = split_nibbles(emit, word)
+        low, high = raised_nibbles(emit, word) if form is not None and form.multiple > 1 else split_nibbles(emit, word)
         if not packing.in_order:
             return [low, high]
         return [emit.shuffle(low, [which * width + byte for which, byte in half], high) for half in interleaved(width)]
@@ -108,6 +115,22 @@ def split_nibbles(emit: Emitter, word: Value) -> tuple[Value, Value]:
     wide = ir.VectorType(I16, width // 2)
     shifted = emit.builder.lshr(emit.builder.bitcast(word, wide), emit.constant(I16, width // 2, 4))
     return emit.builder.and_(word, mask), emit.builder.and_(emit.builder.bitcast(shifted, word.type), mask)
+
+
+def raised_nibbles(emit: Emitter, word: Value) -> tuple[Value, Value]:
+    """16 times the low and the high nibble of each byte, as signed bytes: one shift and two masks."""
+    width = word.type.count
+    mask = emit.constant(I8, width, 0xF0)
+    wide = ir.VectorType(I16, width // 2)
+    shifted = emit.builder.shl(emit.builder.bitcast(word, wide), emit.constant(I16, width // 2, 4))
+    return emit.builder.and_(emit.builder.bitcast(shifted, word.type), mask), emit.builder.and_(word, mask)
+
+
+def _raised(emit: Emitter, codes: Value, form: IntegerForm | None) -> Value:
+    """Codes 0 … 15 of a packing's own unpacking in the form that they are multiplied in."""
+    if form is None or form.multiple == 1:
+        return codes
+    return emit.builder.shl(codes, emit.constant(I8, codes.type.count, 4))
 
 
 def float_flip(packing: Packing) -> int:

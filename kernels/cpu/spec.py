@@ -16,7 +16,7 @@ from ..packing import Packing, packings
 from ..problem import GROUP
 from .isa import Isa
 from .machine import triple_of
-from .mapping import Infeasible
+from .mapping import TOKENS, Infeasible
 from .plan import Plan, plan
 
 
@@ -72,6 +72,12 @@ class TileSpec:
         if self.integer or self.layout.packing.bits == 16:
             return self.isa.vector_bytes
         return max(self.isa.vector_bytes // 2, 16)
+
+    @property
+    def prefetched_scale_blocks(self) -> int:
+        """Blocks of 32 tokens that scales are prefetched ahead: no less than words are, and a whole one at least."""
+        words = TOKENS // self.plan.tile * self.plan.pitch_bytes
+        return 1 + -(-64 * self.prefetch // words) if self.prefetch and self.groups else 0
 
     @property
     def canonical(self) -> TileSpec:

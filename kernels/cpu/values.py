@@ -4,20 +4,22 @@
 out_stride)`` computes ``out[row·out_stride + d] += Σ_i p[row·stride + i] · V[first + i, d]`` over ``count`` tokens,
 both multiples of 32, of one head. Probabilities are not negative.
 
-A value's scale is folded into its probability first, once for each 32-channel group: p'[row, group, i] = p·s[i,
-group]. The integer pipeline rounds p' to 7 bits, one scale for 32 tokens, so that the contraction of those tokens
-stays in integers. ``scratch`` holds p' in the order in which registers meet it, then for each (group, row, 32 tokens)
-the scale of its codes and the start value of its accumulators: see `scratch_bytes`.
+Tokens are walked 32 at a time, so that values are read in the order in which they are stored. A value's scale is folded
+into its probability first, once for each 32-channel group: p'[row, group, i] = p·s[i, group]. The integer pipeline
+rounds p' to 7 bits, one scale for the 32 tokens, so that their contraction stays in integers. ``scratch`` holds the 32
+tokens' p' in the order in which registers meet it, then the scale of its codes and the start value of its accumulators
+for each (group, row): see `scratch_bytes`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 
 from llvmlite import ir
 
 from ..quantize import DITHER, LARGEST_WEIGHT
-from .fold import fold
+from .fold import Combine, fold
 from .keys import Key, dequantised
 from .mapping import TOKENS, Lanes, Region
 from .multiply import IntegerDots, SmallOperand, Unpacker, arranged, float_offset, integer_form
@@ -30,10 +32,9 @@ SMALLEST_WEIGHT = 1e-30
 """Products of probability and scale below this are nothing; it keeps a block without weight from dividing by zero."""
 
 
-def scratch_bytes(spec: TileSpec, block: int) -> int:
-    """Bytes of scratch for ``block`` tokens: codes or floats of p', then a scale and a start for each 32 of them."""
-    pairs = max(spec.groups, 1) * spec.rows
-    return pairs * (block * (1 if spec.integer else 4) + block // TOKENS * FACT_BYTES)
+def scratch_bytes(spec: TileSpec) -> int:
+    """Bytes of scratch: codes or floats of p' of 32 tokens, then a scale and a start for each (group, row)."""
+    return max(spec.groups, 1) * spec.rows * (TOKENS * (1 if spec.integer else 4) + FACT_BYTES)
 
 
 ACCUMULATE_TILE = ir.FunctionType(VOID, [BYTES, BYTES, I64, I64, BYTES, I64, BYTES, BYTES, I64])
@@ -53,156 +54,195 @@ def emit_accumulate_tile(module: ir.Module, spec: TileSpec) -> ir.Function:
     return function
 
 
+def _steps(spec: TileSpec) -> tuple[int, int]:
+    """Channels whose scales are folded and that are contracted together, and how often that is done."""
+    plan = spec.plan
+    width = plan.main.outputs if plan.main is not None else 0
+    channels = math.lcm(width, TOKENS) if spec.groups and width else plan.trips * width
+    return channels, plan.trips * width // channels if channels else 0
+
+
+def accumulated_per_iteration(spec: TileSpec) -> int:
+    """Codes that one iteration of the hot loop consumes: of a few channels, or of whole rows where there are few."""
+    channels, steps = _steps(spec)
+    return TOKENS * (channels if steps > 2 else spec.head_dim)
+
+
 class _AccumulateTile:
     def __init__(self, emit: Emitter, spec: TileSpec):
         self.emit, self.spec, self.plan = emit, spec, spec.plan
         self.form = integer_form(spec.layout.packing, "v", spec.isa) if spec.integer else None
         self.element_bytes = 1 if spec.integer else 4
         self.groups = max(spec.groups, 1)
-        if self.form is not None:
-            self.offset = self.form.offset
-        else:
-            self.offset = float_offset(spec.layout.packing)
+        self.offset = self.form.offset if self.form is not None else float_offset(spec.layout.packing)
 
     def build(self) -> None:
-        emit, plan = self.emit, self.plan
-        self.words, self.scales, first, self.count, self.p, self.stride, self.scratch, self.out, self.out_stride = (
+        emit, spec, plan = self.emit, self.spec, self.plan
+        words, scales, first, count, p, self.stride, self.scratch, self.out, self.out_stride = (
             emit.builder.function.args
         )
-        self.pair_bytes = emit.builder.mul(self.count, emit.i64(self.element_bytes))
-        pairs = emit.i64(self.groups * self.spec.rows)
-        self.facts = emit.at(self.scratch, emit.builder.mul(pairs, self.pair_bytes))
-        self.trips = emit.builder.udiv(self.count, emit.i64(TOKENS))
-        self.base = emit.at(
-            self.words, emit.builder.mul(emit.builder.udiv(first, emit.i64(plan.tile)), emit.i64(plan.pitch_bytes))
-        )
-        if self.spec.groups:
-            block = emit.builder.mul(first, emit.i64(2 * self.spec.groups))
-            self.scales = emit.at(self.scales, block)
-        self._fold_scales()
-        if plan.main is not None and plan.trips:
-            if plan.trips == 1:
-                self._channels(plan.main, emit.i64(0))
-            else:
-                share = Share(max(self.spec.head_dim // plan.trips, 1), per_block=True)
-                outer = emit.begin(emit.opaque(plan.trips), share=share)
-                self._channels(plan.main, outer.index)
-                emit.end(outer)
-        if plan.tail is not None:
-            self._channels(plan.tail, emit.i64(plan.trips))
+        words = emit.at(words, emit.mul(emit.builder.udiv(first, emit.i64(plan.tile)), plan.pitch_bytes))
+        scales = emit.at(scales, emit.mul(first, 2 * spec.groups))
+        pairs = self.groups * spec.rows
+        self.facts = emit.at(self.scratch, pairs * TOKENS * self.element_bytes)
+        loop = emit.begin(emit.builder.udiv(count, emit.i64(TOKENS)), share=Share(TOKENS * spec.head_dim))
+        self.p = emit.at(p, emit.mul(loop.index, 4 * TOKENS))
+        self.scales = emit.at(scales, emit.mul(loop.index, 2 * TOKENS * spec.groups))
+        emit.prefetch_scales(self.scales, spec.groups, spec.prefetched_scale_blocks)
+        self._tokens(emit.at(words, emit.mul(loop.index, TOKENS // plan.tile * plan.pitch_bytes)))
+        emit.end(loop)
         emit.builder.ret_void()
+
+    def _tokens(self, base: Value) -> None:
+        """32 tokens, some channels at a time: the next ones' scales are folded before these are contracted.
+
+        Neither memory nor the multipliers then wait for weights that are being prepared.
+        """
+        emit, plan = self.emit, self.plan
+        width = plan.main.outputs if plan.main is not None else 0
+        channels, steps = _steps(self.spec)
+        groups = channels // TOKENS if self.spec.groups else self.groups
+        trips = channels // width if width else 0
+
+        def fold(step: Value, count: int = groups) -> None:
+            for i in range(count):
+                self._fold_scales(emit.offset(step, groups, i))
+
+        def contract(step: Value, count: int = trips) -> None:
+            for i in range(count):
+                trip = emit.offset(step, trips, i)
+                assert plan.main is not None
+                self._channels(plan.main, emit.at(base, emit.mul(trip, plan.channel_step_bytes)), trip)
+
+        if steps:
+            fold(emit.i64(0))
+        if steps > 2:
+            loop = emit.begin(emit.opaque(steps - 1), share=Share(TOKENS * channels))
+            fold(emit.offset(loop.index, 1, 1))
+            contract(loop.index)
+            emit.end(loop)
+        elif steps == 2:
+            fold(emit.i64(1))
+            contract(emit.i64(0))
+        fold(emit.i64(steps), self.groups - steps * groups)
+        if steps:
+            contract(emit.i64(steps - 1))
+        contract(emit.i64(steps), plan.trips - steps * trips)
+        if plan.tail is not None:
+            self._channels(plan.tail, emit.at(base, plan.trips * plan.channel_step_bytes), emit.i64(plan.trips))
 
     # -- folding scales into probabilities ------------------------------------------------------------------------
 
-    def _fold_scales(self) -> None:
+    def _fold_scales(self, group: Value) -> None:
+        """p' of the 32 tokens for one group, every row."""
         emit, spec = self.emit, self.spec
         lanes = emit.isa.lanes
-        outer = emit.begin(emit.opaque(self.groups), share=Share(max(spec.head_dim // self.groups, 1), per_block=True))
-        inner = emit.begin(self.trips, share=Share(max(TOKENS * spec.head_dim // self.groups, 1)))
-        scales = [self._scale_part(inner.index, outer.index, part) for part in range(0, TOKENS, lanes)]
-        start = emit.builder.mul(inner.index, emit.i64(4 * TOKENS))
-        step = emit.builder.mul(inner.index, emit.i64(TOKENS * self.element_bytes))
+        products = []
+        if spec.groups:
+            halves = emit.at(self.scales, emit.mul(group, 2 * TOKENS))
+            load = ir.VectorType(HALF, lanes)
+            scales = [emit.widen_half(emit.load(halves, load, 2 * part)) for part in range(0, TOKENS, lanes)]
         for row in range(spec.rows):
-            base = emit.at(self.p, emit.builder.add(start, emit.builder.mul(self.stride, emit.i64(4 * row))))
+            base = emit.at(self.p, emit.mul(self.stride, 4 * row))
             parts = [emit.load(base, ir.VectorType(F32, lanes), 4 * part) for part in range(0, TOKENS, lanes)]
             if spec.groups:
-                parts = [emit.builder.fmul(p, s) for p, s in zip(parts, scales, strict=True)]
-            if self.form is not None:
-                whole = self._rounded(parts, row, outer.index, inner.index)
-            else:
-                whole = emit.gather(parts, [divmod(i, lanes) for i in range(TOKENS)])
-                if self.offset:
-                    owed = emit.builder.fmul(emit.total(parts), ir.Constant(F32, -float(self.offset)))
-                    self._store_fact(row, outer.index, inner.index, 4, owed)
-            emit.store(emit.shuffle(whole, self.plan.any.order), emit.at(self._pair(row, outer.index), step))
-        emit.end(inner)
-        emit.end(outer)
+                parts = [emit.builder.fmul(part, scale) for part, scale in zip(parts, scales, strict=True)]
+            products.append(parts)
+        order = self.plan.any.order
+        for row, whole in enumerate(self._rounded(products, group) if self.form else self._plain(products, group)):
+            emit.store(emit.shuffle(whole, order), self._pair(row, group))
 
-    def _scale_part(self, trip: Value, group: Value, part: int) -> Value:
-        emit = self.emit
-        if not self.spec.groups:
-            return None
-        block = emit.builder.add(emit.builder.mul(trip, emit.i64(self.spec.groups)), group)
-        offset = emit.builder.add(emit.builder.mul(block, emit.i64(2 * TOKENS)), emit.i64(2 * part))
-        return emit.widen_half(emit.load(self.scales, ir.VectorType(HALF, emit.isa.lanes), offset))
-
-    def _rounded(self, parts: list[Value], row: int, group: Value, trip: Value) -> Value:
-        """Codes of 32 products as bytes; their scale and the accumulators' start value are stored."""
+    def _plain(self, products: list[list[Value]], group: Value) -> list[Value]:
+        """p' as floats; what offset codes owe is stored."""
         emit = self.emit
         lanes = emit.isa.lanes
-        largest = emit.largest([*parts, emit.constant(F32, lanes, SMALLEST_WEIGHT)])
-        inverse = emit.splat(emit.builder.fdiv(ir.Constant(F32, float(LARGEST_WEIGHT)), largest), lanes)
-        scale = emit.builder.fmul(largest, ir.Constant(F32, 1.0 / LARGEST_WEIGHT))
-        self._store_fact(row, group, trip, 0, scale)
-        codes = []
-        for i, part in enumerate(parts):
-            threshold = emit.constant(F32, lanes, DITHER[i * lanes : (i + 1) * lanes])
-            codes.append(emit.builder.fptosi(emit.fma(part, inverse, threshold), ir.VectorType(I32, lanes)))
         if self.offset:
-            total = emit.total(codes)
-            self._store_fact(row, group, trip, 4, emit.builder.mul(total, ir.Constant(I32, -self.offset)))
-        return emit.narrow(codes)
+            sums = [_all(emit, parts, emit.builder.fadd) for parts in products]
+            totals = fold(emit, sums, [(row,) * lanes for row in range(len(sums))], range(len(sums)))
+            self._store_facts(group, 1, emit.builder.fmul(totals, emit.constant(F32, len(sums), -float(self.offset))))
+        return [emit.gather(parts, [divmod(i, lanes) for i in range(TOKENS)]) for parts in products]
+
+    def _rounded(self, products: list[list[Value]], group: Value) -> list[Value]:
+        """Codes of p' as bytes; their scale and the accumulators' start value are stored."""
+        emit, form = self.emit, self.form
+        assert form is not None
+        lanes, rows = emit.isa.lanes, len(products)
+        peaks = [_all(emit, parts, emit.maximum) for parts in products]
+        names = [(row,) * lanes for row in range(rows)]
+        peak = emit.maximum(
+            fold(emit, peaks, names, range(rows), emit.maximum), emit.constant(F32, rows, SMALLEST_WEIGHT)
+        )
+        inverse = emit.builder.fdiv(emit.constant(F32, rows, float(LARGEST_WEIGHT)), peak)
+        step = emit.constant(F32, rows, 1.0 / (LARGEST_WEIGHT * form.multiple))
+        self._store_facts(group, 0, emit.builder.fmul(peak, step))
+        dither = [emit.constant(F32, lanes, DITHER[i : i + lanes]) for i in range(0, TOKENS, lanes)]
+        words = []
+        for row, parts in enumerate(products):
+            factor = emit.shuffle(inverse, [row] * lanes)
+            rounded = (emit.fma(part, factor, threshold) for part, threshold in zip(parts, dither, strict=True))
+            words.append([emit.builder.fptosi(each, ir.VectorType(I32, lanes)) for each in rounded])
+        if self.offset:
+            sums = [_all(emit, each, emit.builder.add) for each in words]
+            totals = fold(emit, sums, names, range(rows))
+            self._store_facts(group, 1, emit.builder.mul(totals, emit.constant(I32, rows, -self.offset)))
+        return emit.narrow(words)
 
     def _pair(self, row: int, group: Value) -> Value:
-        emit = self.emit
-        number = emit.builder.add(emit.builder.mul(group, emit.i64(self.spec.rows)), emit.i64(row))
-        return emit.at(self.scratch, emit.builder.mul(number, self.pair_bytes))
+        size = TOKENS * self.element_bytes
+        return self.emit.at(self.emit.at(self.scratch, self.emit.mul(group, self.spec.rows * size)), row * size)
 
-    def _fact(self, row: int, group: Value, trip: Value) -> Value:
-        emit = self.emit
-        number = emit.builder.add(emit.builder.mul(group, emit.i64(self.spec.rows)), emit.i64(row))
-        place = emit.builder.add(emit.builder.mul(number, self.trips), trip)
-        return emit.at(self.facts, emit.builder.mul(place, emit.i64(FACT_BYTES)))
+    def _fact(self, kind: int, row: int, group: Value) -> Value:
+        """Where fact ``kind`` of (group, row) is: 0 is the scale of its codes, 1 the start of its accumulators."""
+        start = kind * 4 * self.groups * self.spec.rows + 4 * row
+        return self.emit.at(self.emit.at(self.facts, self.emit.mul(group, 4 * self.spec.rows)), start)
 
-    def _store_fact(self, row: int, group: Value, trip: Value, offset: int, value: Value) -> None:
-        self.emit.store(value, self._fact(row, group, trip), offset)
+    def _store_facts(self, group: Value, kind: int, rows: Value) -> None:
+        self.emit.store(rows, self._fact(kind, 0, group))
 
     # -- the contraction ------------------------------------------------------------------------------------------
 
-    def _channels(self, region: Region, trip: Value) -> None:
-        """Contract the ``trip``-th block of output channels with all tokens."""
+    def _channels(self, region: Region, base: Value, trip: Value) -> None:
+        """Contract the ``trip``-th block of output channels with the 32 tokens."""
         emit, spec, plan = self.emit, self.spec, self.plan
-        lanes = emit.isa.lanes
         width = plan.main.outputs if plan.main is not None else region.outputs
-        channel = emit.builder.mul(trip, emit.i64(width))
-        first_group = emit.builder.udiv(channel, emit.i64(TOKENS)) if spec.groups else emit.i64(0)
-        names = [(row, output.o) for row in range(spec.rows) for output in region.lanes]
-        repeats = plan.trips if region is plan.main else 1
-        share = Share(max(TOKENS * spec.head_dim // repeats, 1))
-        loop = emit.begin(self.trips, [emit.constant(F32, lanes, 0.0)] * len(names), share)
-        totals: dict[Key, Value] = dict(zip(names, loop.carried, strict=True))
-        tokens = emit.builder.mul(loop.index, emit.i64(TOKENS // plan.tile * plan.pitch_bytes))
-        at = emit.at(self.base, emit.builder.add(tokens, emit.builder.mul(trip, emit.i64(plan.channel_step_bytes))))
-        slot = emit.builder.mul(loop.index, emit.i64(TOKENS * self.element_bytes))
+        channel = emit.mul(trip, width)
+        first = emit.div(channel, TOKENS) if spec.groups else emit.i64(0)
 
         def group_number(group: int) -> Value:
-            return emit.builder.add(first_group, emit.i64(group)) if group else first_group
+            return emit.offset(first, 1, group)
 
-        def pointer(row: int, group: int) -> Value:
-            return emit.at(self._pair(row, group_number(group)), slot)
-
-        def fact(row: int, group: int) -> Value:
-            return self._fact(row, group_number(group), loop.index)
-
-        small = SmallOperand(emit, region, I8 if spec.integer else F32, pointer)
-        unpacker = Unpacker(emit, spec, at, region)
+        small = SmallOperand(
+            emit, region, I8 if spec.integer else F32, lambda row, group: self._pair(row, group_number(group))
+        )
+        unpacker = Unpacker(emit, spec, base, region)
         if self.form is not None:
-            self._integer(region, small, unpacker, fact, totals)
+            sums = self._integer(region, small, unpacker, first)
         else:
-            self._float(region, small, unpacker, totals)
-        after = emit.end(loop, [totals[name] for name in names])
-        self._finish(region, dict(zip(names, after, strict=True)), channel, first_group)
+            sums = self._float(region, small, unpacker)
+        names = [output.o for output in region.lanes]
+        step = min(emit.isa.lanes, region.outputs)
+        for row in range(spec.rows):
+            out = emit.at(self.out, emit.mul(emit.plus(emit.mul(self.out_stride, row), channel), 4))
+            for start in range(0, region.outputs, step):
+                wanted = range(start, min(start + step, region.outputs))
+                total = fold(emit, [sums[row, name] for name in names], names, wanted)
+                before = emit.load(out, ir.VectorType(F32, len(wanted)), 4 * start)
+                group = group_number(min(start, region.outputs - 1) // TOKENS)
+                emit.store(self._added(before, total, row, group), out, 4 * start)
 
-    def _integer(
-        self,
-        region: Region,
-        small: SmallOperand,
-        unpacker: Unpacker,
-        fact: Callable[[int, int], Value],
-        totals: dict[Key, Value],
-    ) -> None:
+    def _added(self, before: Value, total: Value, row: int, group: Value) -> Value:
+        """``before`` and the 32 tokens' ``total`` of one group's channels."""
+        emit = self.emit
+        lanes = total.type.count
+        if self.form is None:
+            if self.offset:
+                before = emit.builder.fadd(before, emit.splat(emit.load(self._fact(1, row, group), F32), lanes))
+            return emit.builder.fadd(total, before)
+        scale = emit.splat(emit.load(self._fact(0, row, group), F32), lanes)
+        return emit.fma(emit.builder.sitofp(total, ir.VectorType(F32, lanes)), scale, before)
+
+    def _integer(self, region: Region, small: SmallOperand, unpacker: Unpacker, first: Value) -> dict[Key, Value]:
         emit, spec = self.emit, self.spec
-        lanes = emit.isa.lanes
         assert self.form is not None
         dots = IntegerDots(emit, self.form)
         sums: dict[Key, Value] = {}
@@ -212,45 +252,39 @@ class _AccumulateTile:
                 for row in range(spec.rows):
                     key = (row, output.o)
                     if key not in sums:
-                        sums[key] = self._start(row, output, groups, fact)
+                        sums[key] = self._start(row, output, groups, first)
                     dots.add(key, sums, w, small.load(row, output, groups))
             dots.settle(sums)
         dots.finish(sums)
-        for (row, outputs), total in sums.items():
-            scale = self._per_lane(row, self._groups(outputs, region), fact, F32, 0)
-            values = emit.builder.sitofp(total, ir.VectorType(F32, lanes))
-            totals[row, outputs] = emit.fma(values, scale, totals[row, outputs])
+        return sums
 
-    def _start(self, row: int, output: Lanes, groups: Sequence[int], fact: Callable[[int, int], Value]) -> Value:
+    def _start(self, row: int, output: Lanes, groups: Sequence[int], first: Value) -> Value:
         """Start value of an accumulator: the correction for offset codes, on the first lane of each output."""
         emit = self.emit
         lanes = emit.isa.lanes
         if not self.offset:
             return emit.constant(I32, lanes, 0)
-        start = self._per_lane(row, groups, fact, I32, 4)
+        names = sorted(set(groups))
+        facts = (self._fact(1, row, emit.builder.add(first, emit.i64(group))) for group in names)
+        splats = [emit.splat(emit.load(fact, I32), lanes) for fact in facts]
+        start = emit.gather(splats, [(names.index(group), lane) for lane, group in enumerate(groups)])
         if len(set(output.o)) == lanes:
             return start
         leads = [-1 if output.o.index(o) == lane else 0 for lane, o in enumerate(output.o)]
         return emit.builder.and_(start, emit.constant(I32, lanes, leads))
 
-    def _per_lane(
-        self, row: int, groups: Sequence[int], fact: Callable[[int, int], Value], element: ir.Type, offset: int
-    ) -> Value:
-        """A fact of each lane's group."""
-        emit = self.emit
-        names = sorted(set(groups))
-        splats = [emit.splat(emit.load(fact(row, group), element, offset), len(groups)) for group in names]
-        return emit.gather(splats, [(names.index(group), lane) for lane, group in enumerate(groups)])
-
-    def _float(self, region: Region, small: SmallOperand, unpacker: Unpacker, totals: dict[Key, Value]) -> None:
+    def _float(self, region: Region, small: SmallOperand, unpacker: Unpacker) -> dict[Key, Value]:
         emit, spec = self.emit, self.spec
+        zero = emit.constant(F32, emit.isa.lanes, 0.0)
+        sums: dict[Key, Value] = {(row, output.o): zero for row in range(spec.rows) for output in region.lanes}
         for unit in region.units:
             register = unpacker.register(unit.sources[0])
             for part, output in enumerate(unit.outputs):
                 w = dequantised(emit, spec, register, part)
                 for row in range(spec.rows):
                     x = small.load(row, output, self._groups(output.o, region))
-                    totals[row, output.o] = emit.pin(emit.fma(w, x, totals[row, output.o]))
+                    sums[row, output.o] = emit.pin(emit.fma(w, x, sums[row, output.o]))
+        return sums
 
     def _groups(self, outputs: Sequence[int], region: Region) -> list[int]:
         """Group of each lane relative to the block's first; channels past a short row borrow the last one."""
@@ -258,29 +292,9 @@ class _AccumulateTile:
             return [0] * len(outputs)
         return [min(o, region.outputs - 1) // TOKENS for o in outputs]
 
-    def _finish(self, region: Region, totals: dict[Key, Value], channel: Value, first_group: Value) -> None:
-        """Add the block's totals to ``out``."""
-        emit = self.emit
-        step = min(emit.isa.lanes, region.outputs)
-        names = [output.o for output in region.lanes]
-        for row in range(self.spec.rows):
-            for start in range(0, region.outputs, step):
-                wanted = range(start, min(start + step, region.outputs))
-                total = fold(emit, [totals[row, name] for name in names], names, wanted)
-                if self.offset and self.form is None:
-                    group = emit.builder.add(first_group, emit.i64(start // TOKENS))
-                    total = emit.builder.fadd(total, emit.splat(self._correction(row, group), len(wanted)))
-                where = emit.builder.add(
-                    emit.builder.mul(emit.builder.add(channel, emit.i64(start)), emit.i64(4)),
-                    emit.builder.mul(self.out_stride, emit.i64(4 * row)),
-                )
-                before = emit.load(self.out, ir.VectorType(F32, len(wanted)), where)
-                emit.store(emit.builder.fadd(total, before), self.out, where)
 
-    def _correction(self, row: int, group: Value) -> Value:
-        """Sum over all tokens of what offset codes of the float pipeline owe."""
-        emit = self.emit
-        loop = emit.begin(self.trips, [ir.Constant(F32, 0.0)])
-        owed = emit.load(self._fact(row, group, loop.index), F32, 4)
-        (total,) = emit.end(loop, [emit.builder.fadd(loop.carried[0], owed)])
-        return total
+def _all(emit: Emitter, parts: Sequence[Value], combine: Combine) -> Value:
+    total = parts[0]
+    for part in parts[1:]:
+        total = combine(total, part)
+    return total

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +48,35 @@ class Emitter:
     def i64(self, value: int) -> ir.Constant:
         return ir.Constant(I64, value)
 
+    def mul(self, value: Value, factor: int) -> Value:
+        """A 64-bit number times a constant."""
+        if isinstance(value, ir.Constant):
+            return self.i64(value.constant * factor)
+        if factor == 0:
+            return self.i64(0)
+        return value if factor == 1 else self.builder.mul(value, self.i64(factor))
+
+    def div(self, value: Value, divisor: int) -> Value:
+        """A non-negative 64-bit number divided by a constant, rounded down."""
+        if isinstance(value, ir.Constant):
+            return self.i64(value.constant // divisor)
+        return self.builder.udiv(value, self.i64(divisor))
+
+    def plus(self, a: Value, b: Value) -> Value:
+        """The sum of two 64-bit numbers."""
+        if isinstance(a, ir.Constant):
+            a, b = b, a
+        if isinstance(b, ir.Constant):
+            if isinstance(a, ir.Constant):
+                return self.i64(a.constant + b.constant)
+            if b.constant == 0:
+                return a
+        return self.builder.add(a, b)
+
+    def offset(self, value: Value, factor: int, addend: int) -> Value:
+        """value · factor + addend."""
+        return self.plus(self.mul(value, factor), self.i64(addend))
+
     def constant(self, element: ir.Type, lanes: int, value: float | Sequence[float]) -> ir.Constant:
         values = list(value) if isinstance(value, Sequence) else [value] * lanes
         return ir.Constant(ir.VectorType(element, lanes), values)
@@ -58,9 +86,9 @@ class Emitter:
     def at(self, base: Value, offset: Value | int) -> Value:
         """``base`` (bytes) moved by ``offset`` bytes."""
         if isinstance(offset, int):
-            if offset == 0:
-                return base
             offset = self.i64(offset)
+        if isinstance(offset, ir.Constant) and offset.constant == 0:
+            return base
         return self.builder.gep(base, [offset])
 
     def load(self, base: Value, type_: ir.Type, offset: Value | int = 0) -> Value:
@@ -74,7 +102,12 @@ class Emitter:
     def prefetch(self, base: Value, offset: int) -> None:
         call = self.intrinsic("llvm.prefetch.p0", VOID, [BYTES, I32, I32, I32])
         pointer = self.at(base, offset)
-        self.builder.call(call, [pointer, ir.Constant(I32, 0), ir.Constant(I32, 3), ir.Constant(I32, 1)])
+        self.builder.call(call, [pointer, ir.Constant(I32, 0), ir.Constant(I32, 2), ir.Constant(I32, 1)])
+
+    def prefetch_scales(self, scales: Value, groups: int, blocks: int) -> None:
+        """Fetch the scales of 32 tokens, ``blocks`` blocks after those at ``scales``: a line for each group."""
+        for group in range(groups if blocks else 0):
+            self.prefetch(scales, 64 * (groups * blocks + group))
 
     def intrinsic(self, name: str, result: ir.Type, arguments: Sequence[ir.Type]) -> ir.Function:
         module = self.builder.module
@@ -123,47 +156,38 @@ class Emitter:
             merged = part if merged is None else self.shuffle(merged, take, part)
         return merged
 
-    def fold_pairs(self, a: Value, b: Value) -> Value:
-        """Sums of neighbouring lanes: of ``a`` in the lower half, of ``b`` in the upper half."""
-        lanes = a.type.count
-        even = self.shuffle(a, range(0, 2 * lanes, 2), b)
-        odd = self.shuffle(a, range(1, 2 * lanes, 2), b)
-        add = self.builder.fadd if a.type.element == F32 else self.builder.add
-        return add(even, odd)
-
-    def _reduced(self, vectors: Sequence[Value], combine: Callable[[Value, Value], Value]) -> Value:
-        total = functools.reduce(combine, vectors)
-        while total.type.count > 1:
-            half = total.type.count // 2
-            total = combine(self.shuffle(total, range(half)), self.shuffle(total, range(half, 2 * half)))
-        return self.builder.extract_element(total, ir.Constant(I32, 0))
-
-    def total(self, vectors: Sequence[Value]) -> Value:
-        """Sum of all lanes, a scalar."""
-        return self._reduced(vectors, self.builder.fadd if vectors[0].type.element == F32 else self.builder.add)
-
-    def narrow(self, words: Sequence[Value]) -> Value:
-        """32-bit lanes of several vectors, 0 … 127 each, as the bytes of one."""
+    def narrow(self, rows: Sequence[Sequence[Value]]) -> list[Value]:
+        """Each row's 32-bit lanes, 0 … 127 each and in several vectors, as the bytes of one vector."""
         lanes = self.isa.lanes
-        count = lanes * len(words)
-        if self.isa.vector_bytes != 32:
-            whole = self.gather(words, [divmod(i, lanes) for i in range(count)])
-            return self.builder.trunc(whole, ir.VectorType(I8, count))
+        if self.isa.vector_bytes < 32 or self.isa.dot == "widen":
+            count = lanes * len(rows[0])
+            wholes = (self.gather(words, [divmod(i, lanes) for i in range(count)]) for words in rows)
+            return [self.builder.trunc(whole, ir.VectorType(I8, count)) for whole in wholes]
         # Saturating packs work within 128-bit lanes, and one permutation restores the order: half of what trunc takes.
-        halves, narrow = ir.VectorType(I16, 16), ir.VectorType(I8, 32)
-        pack_words = self.intrinsic("llvm.x86.avx2.packssdw", halves, [words[0].type] * 2)
-        pack_halves = self.intrinsic("llvm.x86.avx2.packuswb", narrow, [halves] * 2)
+        words = [word for row in rows for word in row]
+        words += words[-1:] * (-len(words) % 4)
+        narrowed = [self._packed_four(words[i : i + 4]) for i in range(0, len(words), 4)]
+        if lanes == 8:
+            return narrowed
+        halves = [self.shuffle(each, range(half, half + 32)) for each in narrowed for half in (0, 32)]
+        return halves[: len(rows)]
+
+    def _packed_four(self, words: Sequence[Value]) -> Value:
+        """The lanes of four vectors in order, as bytes."""
+        lanes = self.isa.lanes
+        avx = "avx2" if lanes == 8 else "avx512"
+        suffix = "" if lanes == 8 else ".512"
+        halves, narrow = ir.VectorType(I16, 2 * lanes), ir.VectorType(I8, 4 * lanes)
+        pack_words = self.intrinsic(f"llvm.x86.{avx}.packssdw{suffix}", halves, [words[0].type] * 2)
+        pack_halves = self.intrinsic(f"llvm.x86.{avx}.packuswb{suffix}", narrow, [halves] * 2)
         low, high = (self.builder.call(pack_words, [words[i], words[i + 1]]) for i in (0, 2))
-        packed = self.builder.bitcast(self.builder.call(pack_halves, [low, high]), ir.VectorType(I32, 8))
-        return self.builder.bitcast(self.shuffle(packed, [0, 4, 1, 5, 2, 6, 3, 7]), narrow)
+        packed = self.builder.bitcast(self.builder.call(pack_halves, [low, high]), ir.VectorType(I32, lanes))
+        quads = [4 * lane + source for source in range(4) for lane in range(lanes // 4)]
+        return self.builder.bitcast(self.shuffle(packed, quads), narrow)
 
-    def largest(self, vectors: Sequence[Value]) -> Value:
-        """Largest lane of float vectors, a scalar."""
-
-        def larger(a: Value, b: Value) -> Value:
-            return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
-
-        return self._reduced(vectors, larger)
+    def maximum(self, a: Value, b: Value) -> Value:
+        """The larger of each lane of float vectors without NaN."""
+        return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
 
     def widen_half(self, halves: Value) -> Value:
         """fp16 lanes to float32."""

@@ -50,9 +50,10 @@ def unpacking(assembly):
 
 
 def spills(assembly):
-    """Vector registers stored to or loaded from the stack in the hot loop."""
+    """Vector registers that the hot loop stores on the stack; constants that it loads from there are no loss."""
     return [
         f"{mnemonic} {operands}"
         for mnemonic, operands in hot_loop(assembly)
-        if re.search(r"\(%[re]sp|\[sp\b", operands) and re.search(r"%[xyz]mm|\bq\d+|\bv\d+", operands)
+        if re.search(r"%[xyz]mm\d+, -?\d*\(%rsp\)$", operands)
+        or (mnemonic.startswith("st") and re.search(r"\b[qv]\d+\b.*\[sp\b", operands))
     ]

@@ -325,3 +325,31 @@ def test_reference_shapes_are_the_kernels():
         operands = make_operands(p, 20)
         assert reference(p, operands).shape == shape
         assert check(p, chosen, 20).shape == shape
+
+
+@pytest.mark.parametrize("window", [1, 31, 32, 33, 64, 100, 1000])
+@pytest.mark.parametrize("precision, pipeline", [("w8a8", "integer"), ("w8a8", "float"), ("fp16", "float")])
+def test_windows_hide_all_but_the_latest_tokens(window, precision, pipeline):
+    shape = f"attend h6/2 d128 q3 {precision} window {window}"
+    layouts = LAYOUTS.get(precision, ("T/16 D t16 | fp16", "T/16 D t16 | fp16"))
+    for tokens, splits in ((1, 1), (33, 2), (129, 1), (129, 3)):
+        check(problem(shape), candidate(problem(shape), *layouts, pipeline=pipeline, block=32, splits=splits), tokens)
+
+
+@pytest.mark.parametrize("softcap", [0.5, 20.0, 5000.0])
+@pytest.mark.parametrize("pipeline", ["integer", "float"])
+def test_soft_caps_bound_the_scores(softcap, pipeline):
+    for shape in (f"attend h6/2 d64 q1 w8a8 softcap {softcap}", f"attend h6/2 d64 q4 w8a8 window 40 softcap {softcap}"):
+        p = problem(shape)
+        check(p, candidate(p, *LAYOUTS["w8a8"], pipeline=pipeline, block=64, splits=2), 130)
+
+
+@pytest.mark.parametrize("precision", ["w8a8+w4a8", "w4a8+w8a8", "fp16+w8a8", "w4a8+fp16"])
+@pytest.mark.parametrize("pipeline", ["integer", "float"])
+def test_keys_and_values_of_different_formats(precision, pipeline):
+    p = problem(f"attend h6/2 d128 q2 {precision}")
+    names = {"fp16": "fp16", "int8": "int8/bytes/{}", "int4": "int4/contiguous_permuted/{}"}
+    k = "T/16 D/8 t16 d8 | " + names[p.stored("k").format].format("offset")
+    v = "T/32 D/16 t32/8 d16 t8 | " + names[p.stored("v").format].format("signed")
+    for tokens in (1, 31, 65):
+        check(p, candidate(p, k, v, pipeline=pipeline, splits=2), tokens)

@@ -33,11 +33,16 @@ def simulated(text):
 
 def pack_in_plain_ir(name, plain):
     """The saturating packs within 128-bit lanes, for operands that do not saturate."""
-    bits = {"packssdw": 32, "packuswb": 16}[name.rsplit(".", 1)[1]]
-    count = 256 // bits
+    bits = {"packssdw": 32, "packuswb": 16}[re.search(r"pack\w+", name)[0]]
+    count = (512 if name.endswith(".512") else 256) // bits
     wide, narrow = f"<{count} x i{bits}>", f"<{2 * count} x i{bits // 2}>"
-    half = count // 2
-    lanes = [*range(half), *range(count, count + half), *range(half, count), *range(count + half, 2 * count)]
+    per = 128 // bits
+    lanes = [
+        lane
+        for start in range(0, count, per)
+        for source in (0, count)
+        for lane in range(source + start, source + start + per)
+    ]
     picked = ", ".join(f"i32 {lane}" for lane in lanes)
     return "\n".join(
         [
@@ -130,7 +135,7 @@ class Tile:
         """Weighted sums of ``count`` tokens from ``first`` on; ``weights`` is (rows, count)."""
         spec = self.spec
         p = np.ascontiguousarray(weights, np.float32)
-        scratch = aligned_zeros(scratch_bytes(spec, count) + 4096, np.uint8)
+        scratch = aligned_zeros(scratch_bytes(spec) + 4096, np.uint8)
         out = np.zeros((spec.rows, spec.head_dim), np.float32)
         words, scales = packed.words[0], packed.scales[0]
         self._call(
