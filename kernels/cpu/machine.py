@@ -158,15 +158,3 @@ def link(code: bytes, symbols: Sequence[str]) -> tuple[Any, tuple[int, ...]]:
         if not all(addresses):
             raise RuntimeError(f"{symbols[addresses.index(0)]} is not in the object code")
         return engine, addresses
-
-
-def load(text: str, isa: Isa) -> Any:
-    """Machine code of a module's ``text`` in this process: an engine with a ``get_function_address``.
-
-    Code is compiled for ``isa`` and not for the host, so that a simulated smaller machine runs what it would run.
-    """
-    with _LOCK:
-        parsed = optimised(text, isa)
-        engine = binding.create_mcjit_compiler(parsed, target_machine(isa, jit=True))
-        engine.finalize_object()
-        return engine
