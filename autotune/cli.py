@@ -11,9 +11,10 @@ from .commands.calibrate import calibrate
 from .commands.database import db
 from .commands.devices import devices
 from .commands.explain import explain
+from .commands.kernel import kernel
 from .commands.main import autotune
 
-for _command in (bench, cache, calibrate, db, devices, explain):
+for _command in (bench, cache, calibrate, db, devices, explain, kernel):
     autotune.add_command(_command)
 
 

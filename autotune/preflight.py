@@ -1,0 +1,99 @@
+"""Before somebody's kernel is tuned: whether it works at all, in the storage that asks least of it."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Sequence
+
+from ..costmodel.device import Device, detect
+from ..db.records import Measurement
+from ..db.store import Store
+from ..kernels.backend import Backend
+from ..kernels.candidate import Candidate
+from ..kernels.errors import CompileError, KernelError
+from ..kernels.problem import Problem
+from ..search.crew import Crew
+from ..search.messages import Prepare, Setup
+from ..search.rounds import Fault
+from ..search.timing import protocol_here
+from ..search.worker import resolve_backend
+from .outcome import Options, Progress
+
+
+def preflight(problems: Sequence[Problem], tokens: int, options: Options, progress: Progress) -> list[str]:
+    """Compile and check each problem's baseline, and one candidate in integers; what fails is stored as a measurement.
+
+    A kernel whose baseline fails does so in every layout, and the search would try them all.
+
+    Parameters
+    ----------
+    problems : sequence of Problem
+        Of one kernel, which ``options.device`` names.
+    tokens : int
+        Context length to check at, besides the awkward ones.
+
+    Returns
+    -------
+    list of str
+        For people: why candidates of the integer pipeline will not win.
+
+    Raises
+    ------
+    CompileError
+        If the kernel does not compile.
+    KernelError
+        If it is wrong, crashes or hangs.
+    """
+    backend, device = resolve_backend(options.device), detect()
+    threads = options.threads or device.cores
+    setup = Setup(options.device, options.plugins, threads, search_path=tuple(sys.path))
+    notes = []
+    with Crew(setup, 1, options.deadlines_s) as crew:
+        for done, problem in enumerate(problems):
+            progress.update("checking", done, len(problems), problem.key)
+            for candidate in _first_ones(backend, problem, threads):
+                fault = crew.ask(Prepare(problem.key, tokens, candidate.name))
+                if not isinstance(fault, Fault):
+                    continue
+                _keep(options, device, backend, problem, tokens, candidate, fault)
+                if candidate.pipeline == "integer":
+                    notes.append(f"{problem.key} in integers: {fault.status}, {fault.message}")
+                elif fault.status == "compile_failed":
+                    raise CompileError(fault.message)
+                else:
+                    raise KernelError(f"{problem.key} in row-major storage: {fault.status}, {fault.message}")
+    progress.update("checking", len(problems), len(problems), "")
+    return notes
+
+
+def _first_ones(backend: Backend, problem: Problem, threads: int) -> list[Candidate]:
+    """The baseline, which contracts in floats, and a candidate that does so in integers, if there is one."""
+    space = backend.space(problem, threads)
+    integers = (each for each in space if isinstance(each, Candidate) and each.pipeline == "integer")
+    return [backend.baseline(problem, threads), *itertools.islice(integers, 1)]
+
+
+def _keep(
+    options: Options,
+    device: Device,
+    backend: Backend,
+    problem: Problem,
+    tokens: int,
+    candidate: Candidate,
+    fault: Fault,
+) -> None:
+    measurement = Measurement(
+        device=device.fingerprint,
+        problem=problem.key,
+        tokens=tokens,
+        candidate=candidate.name,
+        protocol=protocol_here(options.protocol),
+        status=fault.status,
+        max_error=fault.max_error,
+        message=fault.message,
+        toolchain=backend.toolchain(),
+    )
+    with Store.open(options.db_path) as store:
+        store.put_device(device.fingerprint, device.as_dict())
+        store.put_measurement(measurement)
