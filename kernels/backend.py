@@ -125,7 +125,7 @@ class Backend(ABC):
 
     @abstractmethod
     def tiles(self, problem: Problem, candidate: Candidate) -> tuple[str, ...]:
-        """Symbols of the candidate's tile functions in the order of `code`, named without generating it.
+        """Symbols of the candidate's tile functions as they are counted, without prefetches, in the order of `code`.
 
         Code of one symbol and toolchain is the same for all problems and candidates, and on every machine: what is
         counted in it is counted once. Raises `CompileError` as `code` does.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from collections.abc import Iterator
 
 from llvmlite import ir
@@ -67,10 +68,14 @@ class CpuBackend(Backend):
             raise CompileError(f"{candidate.layout}: {str(error).strip().splitlines()[0]}") from error
 
     def tiles(self, problem: Problem, candidate: Candidate) -> tuple[str, ...]:
-        return tuple(spec.symbol for spec in self._specs(problem, candidate))
+        return tuple(spec.symbol for spec in self._counted(problem, candidate))
 
     def tile(self, problem: Problem, candidate: Candidate, symbol: str) -> Code:
-        return next(_code(spec) for spec in self._specs(problem, candidate) if spec.symbol == symbol)
+        return next(_code(spec) for spec in self._counted(problem, candidate) if spec.symbol == symbol)
+
+    def _counted(self, problem: Problem, candidate: Candidate) -> list[TileSpec]:
+        """Prefetches are not counted: they take no part in the computation, and four distances would be four tiles."""
+        return [replace(spec, prefetch=0) for spec in self._specs(problem, candidate)]
 
     def code(self, problem: Problem, candidate: Candidate) -> list[Code]:
         return [_code(spec) for spec in self._specs(problem, candidate)]

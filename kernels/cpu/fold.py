@@ -77,8 +77,8 @@ def _folded_once(
             joined = join(emit.shuffle(vector, even, other), emit.shuffle(vector, odd, other))
             folded.append((joined, tuple(both[index] for index in even)))
         else:
-            even, odd = range(0, count, 2), range(1, count, 2)
-            folded.append((join(emit.shuffle(vector, even), emit.shuffle(vector, odd)), lanes[::2]))
+            halves = (emit.shuffle(vector, range(start, count, 2)) for start in range(2))
+            folded.append((join(*halves), lanes[::2]))
     width = max(len(lanes) for _, lanes in folded)
     return [
         (emit.shuffle(v, [i % len(lanes) for i in range(width)]), lanes + (-1,) * (width - len(lanes)))

@@ -21,6 +21,12 @@ TOKEN_TILES = (16, 32)
 WORKING_REGISTERS = 2
 """Registers that a hot loop needs besides its accumulators: a code register and a small operand."""
 
+BLOCKS = (64, 512, 2048)
+"""Tokens between two softmax updates that are tried besides the middle schedule's."""
+
+PREFETCHES = (0, 24, 104, 72)
+"""Cache lines that are prefetched ahead, the middle schedule's last. Distances of whole pages did worse than any."""
+
 CHANNEL_TILES = (4, 8, 16, 32, 64)
 PADS = (0, 64)
 
@@ -72,17 +78,20 @@ def schedules(problem: Problem, isa: Isa, threads: int) -> list[Schedule]:
     """A middle schedule, and one change at a time from it, so that a space is searched in minutes."""
     if problem.operator == "gemv":
         return matrices.schedules(problem, isa, threads)
-    whole = min(problem.rows, 4)
+    # With 32 registers eight rows share what is loaded and unpacked once.
+    whole = min(problem.rows, 4 if isa.registers <= 16 else 8)
     splits = 1 if problem.kv_heads % threads == 0 else threads
     # With 16 registers one accumulator a row leaves room for running totals; with 32 two share each small operand.
-    registers = 1 if isa.registers <= 16 else 2
-    middle = Schedule(rows=whole, registers=registers, block=256, splits=splits, prefetch=0, threads=threads)
+    registers = 1 if isa.registers <= 16 or whole > 4 else 2
+    middle = Schedule(
+        rows=whole, registers=registers, block=256, splits=splits, prefetch=PREFETCHES[-1], threads=threads
+    )
     changes = [
         middle,
         *(replace(middle, registers=count) for count in (1, 2, 4)),
         replace(middle, rows=(whole + 1) // 2, registers=2),
-        replace(middle, block=128),
-        replace(middle, prefetch=8),
+        *(replace(middle, block=block) for block in BLOCKS),
+        *(replace(middle, prefetch=lines) for lines in PREFETCHES[:-1]),
         replace(middle, splits=2 * splits),
         replace(middle, splits=1, threads=1),
     ]
@@ -201,8 +210,8 @@ def _flip(packing: Packing, role: str, integer: bool, isa: Isa) -> int:
 
 
 def _totals_spill(spec: TileSpec) -> bool:
-    """Whether the integer pipeline's float32 totals, one beside each accumulator, do not stay in registers."""
-    return spec.integer and 2 * accumulators(spec) > spec.isa.registers - WORKING_REGISTERS
+    """Whether the float32 totals of integer dots, one beside each accumulator, do not stay in registers."""
+    return spec.role == "k" and spec.integer and 2 * accumulators(spec) > spec.isa.registers - WORKING_REGISTERS
 
 
 def accumulators(spec: TileSpec) -> int:
