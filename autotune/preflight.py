@@ -20,11 +20,13 @@ from ..search.timing import protocol_here
 from ..search.worker import resolve_backend
 from .outcome import Options, Progress
 
+_TOO_COARSE = "; 8 bits may be too coarse: raise the tolerance, or declare pipelines=('float',)"
 
-def preflight(problems: Sequence[Problem], tokens: int, options: Options, progress: Progress) -> list[str]:
+
+def preflight(problems: Sequence[Problem], tokens: int, options: Options, progress: Progress) -> None:
     """Compile and check each problem's baseline, and one candidate in integers; what fails is stored as a measurement.
 
-    A kernel whose baseline fails does so in every layout, and the search would try them all.
+    A kernel that fails here does so in every layout, and the search would try them all.
 
     Parameters
     ----------
@@ -32,11 +34,6 @@ def preflight(problems: Sequence[Problem], tokens: int, options: Options, progre
         Of one kernel, which ``options.device`` names.
     tokens : int
         Context length to check at, besides the awkward ones.
-
-    Returns
-    -------
-    list of str
-        For people: why candidates of the integer pipeline will not win.
 
     Raises
     ------
@@ -48,7 +45,6 @@ def preflight(problems: Sequence[Problem], tokens: int, options: Options, progre
     backend, device = resolve_backend(options.device), detect()
     threads = options.threads or device.cores
     setup = Setup(options.device, options.plugins, threads, search_path=tuple(sys.path))
-    notes = []
     with Crew(setup, 1, options.deadlines_s) as crew:
         for done, problem in enumerate(problems):
             progress.update("checking", done, len(problems), problem.key)
@@ -57,14 +53,13 @@ def preflight(problems: Sequence[Problem], tokens: int, options: Options, progre
                 if not isinstance(fault, Fault):
                     continue
                 _keep(options, device, backend, problem, tokens, candidate, fault)
-                if candidate.pipeline == "integer":
-                    notes.append(f"{problem.key} in integers: {fault.status}, {fault.message}")
-                elif fault.status == "compile_failed":
+                if fault.status == "compile_failed":
                     raise CompileError(fault.message)
-                else:
-                    raise KernelError(f"{problem.key} in row-major storage: {fault.status}, {fault.message}")
+                said = f"{problem.key} in {candidate.pipeline}s: {fault.status}, {fault.message}"
+                # Floats have shown that the kernel itself is right.
+                coarse = candidate.pipeline == "integer" and fault.status == "wrong"
+                raise KernelError(said + (_TOO_COARSE if coarse else ""))
     progress.update("checking", len(problems), len(problems), "")
-    return notes
 
 
 def _first_ones(backend: Backend, problem: Problem, threads: int) -> list[Candidate]:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .candidate import PIPELINES
 from .errors import KernelError, LowbitError, ProblemError
 from .problem import MAX_QUERY_ROWS, PRECISIONS, USER, Problem, declare_operator
 
@@ -98,6 +99,7 @@ class Definition:
     operands : dict of str to Packed
     tolerance : float
     rows : int
+    pipelines : tuple of str
     reads_elements : bool
         Whether compiling it has shown that it needs its operands' layouts in their types.
     """
@@ -111,9 +113,10 @@ class Definition:
         make_operands: Make,
         tolerance: float,
         rows: int,
+        pipelines: Sequence[str],
     ) -> None:
         self.name, self.function, self.operands = name, function, dict(operands)
-        self.tolerance, self.rows = float(tolerance), rows
+        self.tolerance, self.rows, self.pipelines = float(tolerance), rows, tuple(pipelines)
         self._reference, self._make = reference, make_operands
         self.reads_elements = False
         self._flat: set[str] = set()
@@ -196,7 +199,8 @@ class Definition:
         """Digest of the sources of the kernel, of what it calls and of what it is checked with."""
         from .sources import digest
 
-        return digest([self.function, self._reference, self._make], f"{self.tolerance!r} {self.rows} {self.operands!r}")
+        rest = f"{self.tolerance!r} {self.rows} {self.operands!r} {self.pipelines}"
+        return digest([self.function, self._reference, self._make], rest)
 
     # -- its inputs and its truth -------------------------------------------------------------------------------------
 
@@ -304,6 +308,8 @@ class Definition:
             )
         if not isinstance(self.rows, int) or not 1 <= self.rows <= MAX_QUERY_ROWS:
             raise KernelError(f"{self.name}: rows must be 1 to {MAX_QUERY_ROWS}, not {self.rows!r}")
+        if not self.pipelines or not set(self.pipelines) <= set(PIPELINES):
+            raise KernelError(f"{self.name}: pipelines are of {' and '.join(PIPELINES)}, not {self.pipelines!r}")
         for asked in inspect.signature(self._reference).parameters:
             if asked not in self.arguments or asked == OUT:
                 raise KernelError(f"{self.name}: the reference asks for {asked!r}, which is no input of the kernel")
@@ -346,6 +352,7 @@ def kernel(
     make_operands: Make,
     tolerance: float = 0.02,
     rows: int = 1,
+    pipelines: Sequence[str] = PIPELINES,
 ) -> Callable[[Any], Definition]:
     """Make an ``@njit`` function over packed operands a kernel that can be tuned.
 
@@ -371,6 +378,8 @@ def kernel(
         pipeline rounds the other operand to 8 bits.
     rows : int
         Rows of the small operand that meet each packed head, 1 to 16.
+    pipelines : sequence of str
+        ``("float",)`` where 8 bits are too coarse for the other operand.
 
     Raises
     ------
@@ -385,7 +394,7 @@ def kernel(
             label = getattr(function, "__name__", type(function).__name__)
             raise KernelError(f"{label} is no compiled function: put @numba.njit between @lowbit.kernel and def")
         label = function.py_func.__name__ if name is None else name
-        made = Definition(function, label, operands, reference, make_operands, tolerance, rows)
+        made = Definition(function, label, operands, reference, make_operands, tolerance, rows, pipelines)
         declare_operator(made.operator, tuple(made.roles))
         _DEFINED[made.operator] = made
         return made

@@ -22,6 +22,7 @@ from lowbit.costmodel.calibrate import Calibration
 from lowbit.costmodel.device import detect
 from lowbit.costmodel.lep import EXTENDED, TWO_TERM, Coefficients
 from lowbit.db.store import Store
+from lowbit.kernels.errors import KernelError
 from lowbit.kernels.user import load_definition
 from lowbit.runtime import FallbackWarning
 
@@ -146,7 +147,7 @@ def test_an_edited_kernel_makes_what_is_stored_stale(db: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("name", "exit_status", "status", "words"),
     [
-        ("forgets_the_tail", 9, "wrong", "user:forgets_the_tail .* row-major storage: wrong, error inf exceeds 0.02"),
+        ("forgets_the_tail", 9, "wrong", "user:forgets_the_tail .* in floats: wrong, error inf exceeds 0.02"),
         ("reads_too_far", 9, "crashed", r"raised ValueError: first \+ count exceeds the tokens"),
         ("mistyped", 4, "compile_failed", "scores must be a 2-dimensional float32 array"),
     ],
@@ -163,13 +164,15 @@ def test_a_kernel_that_does_not_work_is_refused_and_recorded(
     assert rows(db, "SELECT count(*) FROM winners") == [(0,)]
 
 
-def test_a_tolerance_that_integers_cannot_keep_is_told_and_leaves_the_floats(db: Path) -> None:
+def test_a_tolerance_that_integers_cannot_keep_is_told(db: Path) -> None:
     definition = load_definition(f"{KERNELS}:exact")
     options = Options(db, f"user:{KERNELS}:exact", protocol="warm", threads=1)
-    problems = [definition.problem("w8a8"), definition.problem("fp16")]
-    (note,) = preflight(problems, 40, options, Silent())
-    assert note.startswith("user:exact h2/2 d40 q3 w8a8 in integers: wrong, error 0.0") and "exceeds 0.0001" in note
-    assert rows(db, "SELECT problem, status, pipeline FROM timings") == [(problems[0].key, "wrong", "integer")]
+    preflight([definition.problem("fp16")], 40, options, Silent())
+    problem = definition.problem("w8a8")
+    words = r"user:exact .* in integers: wrong, error 0.0\d+ exceeds 0.0001 .*declare pipelines=\('float',\)"
+    with pytest.raises(KernelError, match=words):
+        preflight([problem], 40, options, Silent())
+    assert rows(db, "SELECT problem, status, pipeline FROM timings") == [(problem.key, "wrong", "integer")]
 
 
 @pytest.mark.parametrize(

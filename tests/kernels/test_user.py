@@ -11,6 +11,7 @@ import own_kernels
 import pytest
 from lowbit.kernels.backend import Rejected
 from lowbit.kernels.candidate import Candidate
+from lowbit.kernels.cpu.backend import CpuBackend
 from lowbit.kernels.cpu.user import UserBackend, backend_of
 from lowbit.kernels.errors import CompileError, KernelError, LayoutError, ProblemError
 from lowbit.kernels.layout import Layout
@@ -132,12 +133,24 @@ def test_the_space_offers_what_a_kernel_can_use():
     assert {(each.schedule.threads, each.schedule.splits, each.schedule.block) for each in alone} == {(1, 1, 256)}
 
 
+def test_a_kernel_may_be_declared_for_floats_alone():
+    definition = lowbit.kernel(**{**own_kernels.SCORED, "name": "in_floats", "pipelines": ("float",)})(
+        own_kernels.scored.function
+    )
+    _, _, found, entries = candidates(definition, "w8a8")
+    assert {each.pipeline for each in found} == {"float"}
+    reasons = {each.reason for each in entries if isinstance(each, Rejected) and each.candidate.pipeline == "integer"}
+    assert "the kernel is declared for floats alone" in reasons
+
+
 def test_what_is_counted_is_what_our_own_operators_have():
     backend, problem, found, _ = candidates(own_kernels.scored, "w8a8")
-    (code,) = backend.code(problem, found[0])
-    assert (code.symbol,) == backend.tiles(problem, found[0])
-    assert code.role == "k" and code.symbol in code.assembly
-    assert backend.tile(problem, found[0], code.symbol) == code
+    (symbol,) = backend.tiles(problem, found[0])
+    tile = backend.tile(problem, found[0], symbol)
+    assert (tile.role, tile.symbol) == ("k", symbol) and symbol in tile.assembly
+    ours = Problem("qk", 1, 1, 40, "w8a8", 3)
+    assert CpuBackend().tiles(ours, found[0]) == (symbol,)
+    assert backend.code(problem, found[0]) == CpuBackend().code(ours, found[0])
 
 
 def test_the_baseline_is_row_major_and_compiles():
@@ -254,6 +267,7 @@ GOOD = {
         (right, {"make_operands": lambda tokens: {}}, "takes two arguments"),
         (right, {"tolerance": 0.9}, "tolerance is a largest relative error up to 0.5, not 0.9"),
         (right, {"rows": 17}, "rows must be 1 to 16, not 17"),
+        (right, {"pipelines": ("floats",)}, "pipelines are of integer and float"),
     ],
 )
 def test_declarations_that_cannot_work_are_refused(function, changes, words):
@@ -370,6 +384,7 @@ def test_a_kernel_is_another_one_when_something_that_it_uses_changes(tmp_path):
     edits = [
         ("out[0] = helped", "out[0] = -helped"), ("FACTOR = 3.0", "FACTOR = 4.0"), ("k[:, 0]", "k[:, 1]"),
         ("rng.standard_normal", "2 * rng.standard_normal"), ('Packed("int8")', 'Packed("int4")'),
+        ('"mine", ', '"mine", pipelines=("float",), '),
     ]  # fmt: skip
     others = [digest(f"edit{i}", SOURCE.replace(*edit)) for i, edit in enumerate(edits)]
     others.append(digest("part", SOURCE, PART.replace("2 * x", "x + x")))
