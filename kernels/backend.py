@@ -113,7 +113,10 @@ class Backend(ABC):
 
     @abstractmethod
     def space(self, problem: Problem, threads: int) -> Iterator[Candidate | Rejected]:
-        """Every candidate of ``problem``, each impossible or hopeless one as `Rejected` with its reason. Deterministic order."""
+        """Every candidate of ``problem``, each impossible or hopeless one as `Rejected` with its reason.
+
+        The order is deterministic.
+        """
 
     @abstractmethod
     def baseline(self, problem: Problem, threads: int) -> Candidate:

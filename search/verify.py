@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ..db.records import Measurement
-from .strategy import TIMED, Choice, Parameters, Session, Strategy, measured_choice
+from ..db.records import TIMED, Measurement
+from .strategy import Choice, Parameters, Session, Strategy, measured_choice
 
 REFINED = 2
 """Layouts whose other schedules are measured too."""

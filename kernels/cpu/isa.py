@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from dataclasses import dataclass
 
 from ..errors import DeviceError
@@ -30,6 +31,8 @@ class Isa:
         or ``widen`` (plain multiplication in vector IR).
     half_conversion : bool
         Whether fp16 converts in hardware.
+    matrix : bool
+        Whether there is a unit that multiplies matrices of 8-bit integers.
     requires : frozenset of str
         LLVM's names of the features that the host must report.
     """
@@ -43,6 +46,7 @@ class Isa:
     dot: str
     half_conversion: bool
     requires: frozenset[str]
+    matrix: bool = False
 
     @property
     def lanes(self) -> int:
@@ -50,20 +54,21 @@ class Isa:
         return self.vector_bytes // 4
 
 
-def _x86(name: str, cpu: str, vector_bytes: int, registers: int, dot: str, half: bool, requires: str) -> Isa:
+def _x86(
+    name: str, cpu: str, vector_bytes: int, registers: int, dot: str, half: bool, requires: str, matrix: bool = False
+) -> Isa:
     names = frozenset(requires.split())
     features = ",".join(f"+{feature}" for feature in sorted(names))
-    return Isa(name, "x86_64-unknown-linux-gnu", cpu, features, vector_bytes, registers, dot, half, names)
+    return Isa(name, "x86_64-unknown-linux-gnu", cpu, features, vector_bytes, registers, dot, half, names, matrix)
 
 
 _AVX2 = "avx2 fma f16c"
+_AVX512 = f"{_AVX2} avx512f avx512bw avx512dq avx512vl avx512vnni"
 ISAS = {
     isa.name: isa
     for isa in (
-        _x86(
-            "avx512_vnni", "icelake-server", 64, 32, "vpdpbusd", True,
-            f"{_AVX2} avx512f avx512bw avx512dq avx512vl avx512vnni",
-        ),
+        _x86("amx_int8", "icelake-server", 64, 32, "vpdpbusd", True, f"{_AVX512} amx-tile amx-int8", matrix=True),
+        _x86("avx512_vnni", "icelake-server", 64, 32, "vpdpbusd", True, _AVX512),
         _x86("avx_vnni", "alderlake", 32, 16, "vpdpbusd", True, f"{_AVX2} avxvnni"),
         _x86("avx2", "haswell", 32, 16, "maddubs", True, _AVX2),
         Isa(
@@ -103,7 +108,19 @@ def runs_here(isa: Isa) -> bool:
     import platform
 
     arm = platform.machine().lower() in ("aarch64", "arm64")
-    return (isa.triple.startswith("aarch64") == arm or isa.name == "generic") and isa.requires <= host_features()
+    family = isa.triple.startswith("aarch64") == arm or isa.name == "generic"
+    return family and isa.requires <= host_features() and (not isa.matrix or _matrix_unit_granted())
+
+
+@functools.cache
+def _matrix_unit_granted() -> bool:
+    """Whether the system lets this process use the tile registers of AMX; Linux wants to be asked."""
+    import ctypes
+
+    if not sys.platform.startswith("linux"):
+        return False
+    request, tile_data, arch_prctl = 0x1023, 18, 158
+    return bool(ctypes.CDLL(None).syscall(arch_prctl, request, tile_data) == 0)
 
 
 def detect() -> Isa:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from ..problem import GROUP
 from .fold import fold
 from .mapping import TOKENS, Lanes, Region
+from .matrix import MatrixUnit, sums_of
 from .multiply import IntegerDots, SmallOperand, Unpacker, arranged, float_offset, integer_form, widened
 from .plan import Plan
 from .share import Share
@@ -30,6 +31,9 @@ Key = tuple[int, tuple[int, ...]]
 
 Pattern = tuple[tuple[int, bool], ...]
 """Per lane of an integer accumulator: its group within the region, and whether it is the output's first lane there."""
+
+Sum = tuple[int, tuple[int, ...], Pattern]
+"""A sum: row, the output of each lane, and what its scales are."""
 
 
 def _pattern(output: Lanes) -> Pattern:
@@ -84,7 +88,7 @@ def preparation(spec: TileSpec) -> Preparation:
                 group += [min(start // GROUP + g, last) for g, _ in pattern]
                 # A group past the end of a short row has no codes whose offset would need correcting.
                 first += [int(leads and start // GROUP + g <= last) for g, leads in pattern]
-    offset = integer_form(spec.layout.packing, "k", spec.isa).offset if spec.integer else 0
+    offset = integer_form(spec.layout.packing, "k", spec.isa, spec.matrix).offset if spec.integer else 0
     return Preparation(np.array(order, np.int32), np.array(group, np.int32), np.array(first, np.int32), offset)
 
 
@@ -133,6 +137,9 @@ class _DotTile:
     def build(self) -> None:
         emit, plan, outputs = self.emit, self.plan, self.outputs
         words, scales, first, count, x, aux, scores, stride = emit.builder.function.args
+        if self.spec.matrix:
+            form = integer_form(self.spec.layout.packing, "k", self.spec.isa, matrix=True)
+            self.matrix = MatrixUnit(emit, self.spec, form)
         blocks = emit.builder.udiv(count, emit.i64(outputs))
         loop = emit.begin(blocks, share=Share(outputs * self.spec.head_dim))
         token = emit.builder.add(first, emit.builder.mul(loop.index, emit.i64(outputs)))
@@ -157,6 +164,8 @@ class _DotTile:
             offset = emit.builder.add(where, emit.builder.mul(stride, emit.i64(4 * row)))
             emit.store(result, scores, offset)
         emit.end(loop)
+        if self.spec.matrix:
+            self.matrix.release()
         emit.builder.ret_void()
 
     def _zeros(self) -> dict[Key, Value]:
@@ -251,8 +260,48 @@ class _DotTile:
         patterns = _patterns(region)
         aux_row = 2 * 4 * len(self.prepared.aux_group)
         scale_half = 4 * len(self.prepared.aux_group)
+        if spec.matrix:
+            sums = self._by_matrix(region, small, unpacker, aux, aux_row)
+        else:
+            sums = self._by_vectors(region, small, unpacker, aux, aux_row)
+        totals = dict(totals)
+        for (row, outputs, pattern), total in sums.items():
+            scale = self._scale_vector(outputs, [g for g, _ in pattern], scales)
+            offset = row * aux_row + scale_half + patterns.index(pattern) * width
+            mine = emit.load(aux, ir.VectorType(F32, lanes), offset)
+            values = emit.builder.sitofp(total, ir.VectorType(F32, lanes))
+            totals[row, outputs] = emit.fma(values, emit.builder.fmul(scale, mine), totals[row, outputs])
+        return totals
+
+    def _by_matrix(
+        self, region: Region, small: SmallOperand, unpacker: Unpacker, aux: Value, aux_row: int
+    ) -> dict[Sum, Value]:
+        """Integer sums of one region, from the matrix unit."""
+        emit, spec = self.emit, self.spec
+        width, patterns = emit.isa.vector_bytes, _patterns(region)
+
+        def start(key: tuple[tuple[int, ...], int]) -> tuple[Value, int] | None:
+            if not self.prepared.offset:
+                return None
+            pattern = ((key[1], True),) * emit.isa.lanes
+            return emit.at(aux, patterns.index(pattern) * width), aux_row
+
+        row_bytes = len(self.prepared.order)
+        places = self.matrix.contract(region, unpacker, lambda group: (small.pointers(0, 0), row_bytes), start)
+        return {
+            (row, outputs, ((group, True),) * emit.isa.lanes): sums_of(emit, place, row)
+            for (outputs, group), place in places.items()
+            for row in range(spec.rows)
+        }
+
+    def _by_vectors(
+        self, region: Region, small: SmallOperand, unpacker: Unpacker, aux: Value, aux_row: int
+    ) -> dict[Sum, Value]:
+        """Integer sums of one region, from four-way dots."""
+        emit, spec = self.emit, self.spec
+        lanes, width, patterns = emit.isa.lanes, emit.isa.vector_bytes, _patterns(region)
         dots = IntegerDots(emit, integer_form(spec.layout.packing, "k", spec.isa))
-        sums: dict[tuple[int, tuple[int, ...], Pattern], Value] = {}
+        sums: dict[Sum, Value] = {}
         for unit in region.units:
             for output, w in zip(unit.outputs, arranged(emit, unit, unpacker), strict=True):
                 pattern = _pattern(output)
@@ -268,14 +317,7 @@ class _DotTile:
                     dots.add(key, sums, w, small.load(row, output, [0] * lanes))
             dots.settle(sums)
         dots.finish(sums)
-        totals = dict(totals)
-        for (row, outputs, pattern), total in sums.items():
-            scale = self._scale_vector(outputs, [g for g, _ in pattern], scales)
-            offset = row * aux_row + scale_half + patterns.index(pattern) * width
-            mine = emit.load(aux, ir.VectorType(F32, lanes), offset)
-            values = emit.builder.sitofp(total, ir.VectorType(F32, lanes))
-            totals[row, outputs] = emit.fma(values, emit.builder.fmul(scale, mine), totals[row, outputs])
-        return totals
+        return sums
 
     def _float(
         self,

@@ -14,6 +14,8 @@ from dataclasses import replace
 from ..candidate import Candidate, Schedule
 from ..problem import Problem
 from .isa import Isa
+from .matrix import MOST_ROWS
+from .spec import MOST_VECTOR_ROWS
 
 MOST_VECTORS = 4
 """Vectors in one pass of the middle schedule."""
@@ -42,6 +44,8 @@ def schedules(problem: Problem, isa: Isa, threads: int) -> list[Schedule]:
     ]
     if vectors > 2:
         changes += [replace(middle, rows=rows, registers=1) for rows in (2, 4, 8) if rows <= vectors]
+    if isa.matrix and vectors > MOST_VECTOR_ROWS:
+        changes += [replace(middle, rows=MOST_ROWS, registers=count) for count in (1, 2)]
     if vectors > whole:
         changes += [replace(middle, block=32), replace(middle, registers=1, block=32)]
     return list(dict.fromkeys(changes))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from llvmlite import ir
@@ -51,8 +52,12 @@ class IntegerForm:
     multiple: int = 1
 
 
-def integer_form(packing: Packing, role: str, isa: Isa) -> IntegerForm:
-    """Choose the cheapest exact form."""
+def integer_form(packing: Packing, role: str, isa: Isa, matrix: bool = False) -> IntegerForm:
+    """Choose the cheapest exact form; the ``matrix`` unit also multiplies signed by signed codes."""
+    if matrix and packing.bits == 8 and role == "k" and packing.coding == "signed":
+        return IntegerForm("ss", 0, 0, 127 * 127)
+    if matrix and packing.bits == 8 and role == "v":
+        return IntegerForm("xw", 0x80 if packing.coding == "offset" else 0, 0, 127 * 127)
     if packing.bits == 4 and isa.dot == "vpdpbusd" and role == "v":
         # Nibbles at the top of their bytes are 16 times signed codes, and unsigned weights need no correction.
         return IntegerForm("xw", 0x88 if packing.coding == "offset" else 0, 0, 128 * 127, 16)
@@ -83,6 +88,22 @@ class Unpacker:
             self._done[chunk] = self._unpack(chunk)
         return self._done[chunk][index]
 
+    def tile(self, sources: Sequence[tuple[int, int]]) -> tuple[Value, int] | None:
+        """Where the first of several chunks is and the bytes between them, if they are evenly spaced; prefetches them.
+
+        Chunks of packings with one code a byte, for a unit that reads them itself.
+        """
+        spec = self.spec
+        places = [self.region.chunks[chunk] for chunk, _ in sources]
+        offsets = [row * spec.plan.pitch_bytes + byte for row, byte in places]
+        strides = {b - a for a, b in pairwise(offsets)} or {spec.chunk_bytes}
+        if len(strides) > 1:
+            return None
+        if spec.prefetch:
+            for offset in offsets:
+                self.emit.prefetch(self.base, offset + 64 * spec.prefetch)
+        return self.emit.at(self.base, offsets[0]), strides.pop()
+
     def _unpack(self, chunk: int) -> list[Value]:
         emit, spec = self.emit, self.spec
         packing = spec.layout.packing
@@ -94,7 +115,7 @@ class Unpacker:
         if packing.format == "fp16":
             return [emit.load(self.base, ir.VectorType(HALF, width // 2), offset)]
         word = emit.load(self.base, ir.VectorType(I8, width), offset)
-        form = integer_form(packing, spec.role, spec.isa) if spec.integer else None
+        form = integer_form(packing, spec.role, spec.isa, spec.matrix) if spec.integer else None
         flip = form.flip if form is not None else float_flip(packing)
         if flip:
             word = emit.builder.xor(word, emit.constant(I8, width, flip))

@@ -14,8 +14,9 @@ from ..problem import Problem
 from . import matrices
 from .isa import Isa
 from .mapping import Infeasible
+from .matrix import MOST_ROWS, check_tiles
 from .multiply import float_flip, integer_form
-from .spec import TileSpec
+from .spec import MOST_VECTOR_ROWS, TileSpec
 
 TOKEN_TILES = (16, 32)
 WORKING_REGISTERS = 2
@@ -95,6 +96,8 @@ def schedules(problem: Problem, isa: Isa, threads: int) -> list[Schedule]:
         replace(middle, splits=2 * splits),
         replace(middle, splits=1, threads=1),
     ]
+    if isa.matrix and problem.rows > MOST_VECTOR_ROWS:
+        changes += [replace(middle, rows=MOST_ROWS, registers=count) for count in (1, 2)]
     return list(dict.fromkeys(changes))
 
 
@@ -167,6 +170,8 @@ def rejection(problem: Problem, candidate: Candidate, isa: Isa) -> str | None:
     for spec in tile_specs(problem, candidate, isa):
         try:
             accumulators(spec)
+            if spec.matrix:
+                check_tiles(spec)
         except Infeasible as error:
             return f"{spec.role.upper()}: {error}"
     return None
@@ -177,6 +182,8 @@ def unpromising(problem: Problem, candidate: Candidate, isa: Isa) -> str | None:
     if problem.operator == "gemv" and (reason := matrices.unpromising(problem, candidate, isa)):
         return reason
     for spec in tile_specs(problem, candidate, isa):
+        if spec.matrix:
+            continue  # sums are in the unit and in memory
         if accumulators(spec) > isa.registers - WORKING_REGISTERS:
             return f"{spec.role.upper()}: {accumulators(spec)} accumulators would spill from {isa.registers} registers"
         if _totals_spill(spec) and accumulators(replace(spec, registers=1)) < accumulators(spec):

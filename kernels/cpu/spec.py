@@ -19,6 +19,9 @@ from .machine import triple_of
 from .mapping import TOKENS, Infeasible
 from .plan import Plan, plan
 
+MOST_VECTOR_ROWS = 8
+"""Rows of the small operand up to which vectors contract, even where there is a matrix unit."""
+
 
 @dataclass(frozen=True)
 class TileSpec:
@@ -53,6 +56,11 @@ class TileSpec:
     @property
     def integer(self) -> bool:
         return self.pipeline == "integer"
+
+    @property
+    def matrix(self) -> bool:
+        """Whether the matrix unit contracts: for more rows than vectors of four-way dots serve well."""
+        return self.isa.matrix and self.integer and self.rows > MOST_VECTOR_ROWS
 
     @property
     def groups(self) -> int:

@@ -22,12 +22,16 @@ from ..quantize import DITHER, LARGEST_WEIGHT
 from .fold import Combine, fold
 from .keys import Key, dequantised
 from .mapping import TOKENS, Lanes, Region
+from .matrix import MatrixUnit, sums_of
 from .multiply import IntegerDots, SmallOperand, Unpacker, arranged, float_offset, integer_form
 from .share import Share
 from .spec import TileSpec
 from .vector import BYTES, F32, HALF, I8, I32, I64, VOID, Emitter, Value
 
 FACT_BYTES = 8
+FOLDED_ROWS = 4
+"""Rows whose products with scales stay in registers between the two steps of rounding; half of it with 16 registers."""
+
 SMALLEST_WEIGHT = 1e-30
 """Products of probability and scale below this are nothing; it keeps a block without weight from dividing by zero."""
 
@@ -71,7 +75,7 @@ def accumulated_per_iteration(spec: TileSpec) -> int:
 class _AccumulateTile:
     def __init__(self, emit: Emitter, spec: TileSpec):
         self.emit, self.spec, self.plan = emit, spec, spec.plan
-        self.form = integer_form(spec.layout.packing, "v", spec.isa) if spec.integer else None
+        self.form = integer_form(spec.layout.packing, "v", spec.isa, spec.matrix) if spec.integer else None
         self.element_bytes = 1 if spec.integer else 4
         self.groups = max(spec.groups, 1)
         self.offset = self.form.offset if self.form is not None else float_offset(spec.layout.packing)
@@ -81,6 +85,9 @@ class _AccumulateTile:
         words, scales, first, count, p, self.stride, self.scratch, self.out, self.out_stride = (
             emit.builder.function.args
         )
+        if spec.matrix:
+            assert self.form is not None
+            self.matrix = MatrixUnit(emit, spec, self.form)
         words = emit.at(words, emit.mul(emit.builder.udiv(first, emit.i64(plan.tile)), plan.pitch_bytes))
         scales = emit.at(scales, emit.mul(first, 2 * spec.groups))
         pairs = self.groups * spec.rows
@@ -91,6 +98,8 @@ class _AccumulateTile:
         emit.prefetch_scales(self.scales, spec.groups, spec.prefetched_scale_blocks)
         self._tokens(emit.at(words, emit.mul(loop.index, TOKENS // plan.tile * plan.pitch_bytes)))
         emit.end(loop)
+        if spec.matrix:
+            self.matrix.release()
         emit.builder.ret_void()
 
     def _tokens(self, base: Value) -> None:
@@ -134,35 +143,41 @@ class _AccumulateTile:
     # -- folding scales into probabilities ------------------------------------------------------------------------
 
     def _fold_scales(self, group: Value) -> None:
-        """p' of the 32 tokens for one group, every row."""
+        """p' of the 32 tokens for one group, every row; a few rows at a time stay in registers."""
         emit, spec = self.emit, self.spec
         lanes = emit.isa.lanes
-        products = []
+        order = self.plan.any.order
         if spec.groups:
             halves = emit.at(self.scales, emit.mul(group, 2 * TOKENS))
             load = ir.VectorType(HALF, lanes)
             scales = [emit.widen_half(emit.load(halves, load, 2 * part)) for part in range(0, TOKENS, lanes)]
-        for row in range(spec.rows):
-            base = emit.at(self.p, emit.mul(self.stride, 4 * row))
-            parts = [emit.load(base, ir.VectorType(F32, lanes), 4 * part) for part in range(0, TOKENS, lanes)]
-            if spec.groups:
-                parts = [emit.builder.fmul(part, scale) for part, scale in zip(parts, scales, strict=True)]
-            products.append(parts)
-        order = self.plan.any.order
-        for row, whole in enumerate(self._rounded(products, group) if self.form else self._plain(products, group)):
-            emit.store(emit.shuffle(whole, order), self._pair(row, group))
+        step = FOLDED_ROWS if emit.isa.registers > 16 else FOLDED_ROWS // 2
+        for start in range(0, spec.rows, step):
+            rows = range(start, min(start + step, spec.rows))
+            products = []
+            for row in rows:
+                base = emit.at(self.p, emit.mul(self.stride, 4 * row))
+                parts = [emit.load(base, ir.VectorType(F32, lanes), 4 * part) for part in range(0, TOKENS, lanes)]
+                if spec.groups:
+                    parts = [emit.builder.fmul(part, scale) for part, scale in zip(parts, scales, strict=True)]
+                products.append(parts)
+            prepared = self._rounded(products, group, start) if self.form else self._plain(products, group, start)
+            for row, whole in zip(rows, prepared, strict=True):
+                emit.store(emit.shuffle(whole, order), self._pair(row, group))
 
-    def _plain(self, products: list[list[Value]], group: Value) -> list[Value]:
+    def _plain(self, products: list[list[Value]], group: Value, first: int) -> list[Value]:
         """p' as floats; what offset codes owe is stored."""
         emit = self.emit
         lanes = emit.isa.lanes
         if self.offset:
             sums = [_all(emit, parts, emit.builder.fadd) for parts in products]
             totals = fold(emit, sums, [(row,) * lanes for row in range(len(sums))], range(len(sums)))
-            self._store_facts(group, 1, emit.builder.fmul(totals, emit.constant(F32, len(sums), -float(self.offset))))
+            self._store_facts(
+                first, group, 1, emit.builder.fmul(totals, emit.constant(F32, len(sums), -float(self.offset)))
+            )
         return [emit.gather(parts, [divmod(i, lanes) for i in range(TOKENS)]) for parts in products]
 
-    def _rounded(self, products: list[list[Value]], group: Value) -> list[Value]:
+    def _rounded(self, products: list[list[Value]], group: Value, first: int) -> list[Value]:
         """Codes of p' as bytes; their scale and the accumulators' start value are stored."""
         emit, form = self.emit, self.form
         assert form is not None
@@ -174,7 +189,7 @@ class _AccumulateTile:
         )
         inverse = emit.builder.fdiv(emit.constant(F32, rows, float(LARGEST_WEIGHT)), peak)
         step = emit.constant(F32, rows, 1.0 / (LARGEST_WEIGHT * form.multiple))
-        self._store_facts(group, 0, emit.builder.fmul(peak, step))
+        self._store_facts(first, group, 0, emit.builder.fmul(peak, step))
         dither = [emit.constant(F32, lanes, DITHER[i : i + lanes]) for i in range(0, TOKENS, lanes)]
         words = []
         for row, parts in enumerate(products):
@@ -184,7 +199,7 @@ class _AccumulateTile:
         if self.offset:
             sums = [_all(emit, each, emit.builder.add) for each in words]
             totals = fold(emit, sums, names, range(rows))
-            self._store_facts(group, 1, emit.builder.mul(totals, emit.constant(I32, rows, -self.offset)))
+            self._store_facts(first, group, 1, emit.builder.mul(totals, emit.constant(I32, rows, -self.offset)))
         return emit.narrow(words)
 
     def _pair(self, row: int, group: Value) -> Value:
@@ -196,8 +211,8 @@ class _AccumulateTile:
         start = kind * 4 * self.groups * self.spec.rows + 4 * row
         return self.emit.at(self.emit.at(self.facts, self.emit.mul(group, 4 * self.spec.rows)), start)
 
-    def _store_facts(self, group: Value, kind: int, rows: Value) -> None:
-        self.emit.store(rows, self._fact(kind, 0, group))
+    def _store_facts(self, first: int, group: Value, kind: int, rows: Value) -> None:
+        self.emit.store(rows, self._fact(kind, first, group))
 
     # -- the contraction ------------------------------------------------------------------------------------------
 
@@ -215,7 +230,9 @@ class _AccumulateTile:
             emit, region, I8 if spec.integer else F32, lambda row, group: self._pair(row, group_number(group))
         )
         unpacker = Unpacker(emit, spec, base, region)
-        if self.form is not None:
+        if spec.matrix:
+            sums = self._by_matrix(region, unpacker, first)
+        elif self.form is not None:
             sums = self._integer(region, small, unpacker, first)
         else:
             sums = self._float(region, small, unpacker)
@@ -257,6 +274,18 @@ class _AccumulateTile:
             dots.settle(sums)
         dots.finish(sums)
         return sums
+
+    def _by_matrix(self, region: Region, unpacker: Unpacker, first: Value) -> dict[Key, Value]:
+        """Integer sums of one region, from the matrix unit; its forms need no correction."""
+        emit = self.emit
+        places = self.matrix.contract(
+            region, unpacker, lambda group: (self._pair(0, emit.offset(first, 1, group)), TOKENS), lambda key: None
+        )
+        return {
+            (row, outputs): sums_of(emit, place, row)
+            for (outputs, _), place in places.items()
+            for row in range(self.spec.rows)
+        }
 
     def _start(self, row: int, output: Lanes, groups: Sequence[int], first: Value) -> Value:
         """Start value of an accumulator: the correction for offset codes, on the first lane of each output."""

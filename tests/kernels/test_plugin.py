@@ -13,7 +13,6 @@ from lowbit.kernels.layout import Layout
 from lowbit.kernels.packed import aligned_zeros, pack
 from lowbit.kernels.packing import Packing, packings, register_packing
 from lowbit.kernels.plugin import accumulate_tile, load_element, tile_spec
-from lowbit.kernels.quantize import quantize
 from lowbit.kernels.reference import make_operands, tolerance
 from numba import njit, typeof
 from numba.core.errors import NumbaError
