@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -66,12 +66,15 @@ class BandwidthPoint:
     level : str
         ``L1``, ``L2``, … where the size sits well inside that level of one core's caches, ``DRAM`` where it exceeds
         them all, empty in the transitions.
+    unaided_gbps : float
+        The same where prefetching is left to the hardware; 0 if that was not measured.
     """
 
     threads: int
     working_set_bytes: int
     gbps: float
     level: str
+    unaided_gbps: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -99,14 +102,16 @@ class Bandwidth:
                 return point.gbps
         raise KeyError(level)
 
-    def gbps(self, working_set_bytes: NDArray[np.float64], parallelism: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Bandwidth for each working set and each effective number of threads.
+    def gbps(
+        self, working_set_bytes: NDArray[np.float64], parallelism: NDArray[np.float64], unaided: bool = False
+    ) -> NDArray[np.float64]:
+        """Bandwidth for each working set and each effective number of threads; ``unaided`` by software prefetches.
 
         Interpolated in the logarithm of the working set and linearly between measured thread counts; constant beyond
         the ends of both, since a bandwidth that was not measured is not promised.
         """
         sizes = np.log(np.maximum(working_set_bytes, 1.0))
-        rows = np.stack([np.interp(sizes, *self._curve(threads)) for threads in self.threads])
+        rows = np.stack([np.interp(sizes, *self._curve(threads, unaided)) for threads in self.threads])
         place = np.interp(parallelism, self.threads, np.arange(len(self.threads)))
         low = place.astype(np.int64)
         high = np.minimum(low + 1, len(self.threads) - 1)
@@ -114,9 +119,12 @@ class Bandwidth:
         each = np.arange(rows.shape[1])
         return np.asarray(rows[low, each] * (1 - share) + rows[high, each] * share)
 
-    def _curve(self, threads: int) -> tuple[list[float], list[float]]:
-        chosen = sorted((p.working_set_bytes, p.gbps) for p in self.points if p.threads == threads)
-        return [math.log(size) for size, _ in chosen], [gbps for _, gbps in chosen]
+    def _curve(self, threads: int, unaided: bool) -> tuple[list[float], list[float]]:
+        chosen = sorted((p for p in self.points if p.threads == threads), key=lambda p: p.working_set_bytes)
+        measured_apart = unaided and all(p.unaided_gbps for p in chosen)
+        return [math.log(p.working_set_bytes) for p in chosen], [
+            p.unaided_gbps if measured_apart else p.gbps for p in chosen
+        ]
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready; `from_dict` is the inverse."""
@@ -172,8 +180,9 @@ def measure_bandwidth(bench: Bench, thread_counts: Sequence[int]) -> Bandwidth:
     points = []
     for each in working_sets(bench.device):
         for threads in thread_counts:
-            gbps = max(_gbps(bench, each, threads, reader) for reader in READERS)
-            points.append(BandwidthPoint(threads, each.stands_for_bytes, gbps, each.level))
+            readings = {reader: _gbps(bench, each, threads, reader) for reader in READERS}
+            unaided = max(gbps for reader, gbps in readings.items() if READERS[reader][1] == 0)
+            points.append(BandwidthPoint(threads, each.stands_for_bytes, max(readings.values()), each.level, unaided))
     return Bandwidth(tuple(points))
 
 
@@ -192,6 +201,10 @@ def _gbps(bench: Bench, each: WorkingSet, threads: int, reader: str) -> float:
 
 
 def fastest(first: Bandwidth, second: Bandwidth) -> Bandwidth:
-    """The faster reading of each point of two measurements of the same points."""
-    pairs = zip(first.points, second.points, strict=True)
-    return Bandwidth(tuple(max(pair, key=lambda point: point.gbps) for pair in pairs))
+    """The faster readings of each point of two measurements of the same points."""
+    return Bandwidth(
+        tuple(
+            replace(a, gbps=max(a.gbps, b.gbps), unaided_gbps=max(a.unaided_gbps, b.unaided_gbps))
+            for a, b in zip(first.points, second.points, strict=True)
+        )
+    )

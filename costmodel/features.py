@@ -38,6 +38,8 @@ class Features:
         Pieces of work that can run in parallel: key/value heads × splits, or a matrix's splits.
     threads : int
         Threads that share the tasks.
+    prefetched : bool
+        Whether the code prefetches; if not, that is left to the hardware.
     """
 
     bytes: int
@@ -48,6 +50,7 @@ class Features:
     exponentials: int
     tasks: int
     threads: int
+    prefetched: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON; `from_dict` is the inverse."""
@@ -106,6 +109,7 @@ def features(
         exponentials=_exponentials(problem, tokens),
         tasks=problem.kv_heads * candidate.schedule.splits,
         threads=candidate.schedule.threads,
+        prefetched=candidate.schedule.prefetch > 0,
     )
 
 

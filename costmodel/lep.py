@@ -13,7 +13,8 @@ the softmax,
     memory  = bytes · (1 / BW(working set, p) − 1 / BW(first level))
     t = max(memory, compute) + γ · min(memory, compute) + task · tasks / p + fork · [tasks > 1 and threads > 1]
 
-``memory`` is only what lies beyond the first cache level, because loads that hit it are instructions. γ is 0 for a core
+BW is that of code which prefetches or of code which does not, as the candidate does. ``memory`` is only what lies
+beyond the first cache level, because loads that hit it are instructions. γ is 0 for a core
 that overlaps transfers and computation completely and 1 for one that does not at all. No coefficient is negative.
 """
 
@@ -145,6 +146,7 @@ class _Table:
         rows = [(f.bytes, f.working_set_bytes, f.unpack_ops, f.exponentials, f.tasks, f.threads) for f in features]
         columns = np.array(rows, np.float64).T
         self.bytes, self.working_set, self.unpack, exponentials, tasks, threads = columns
+        self.prefetched = np.array([f.prefetched for f in features], bool)
         self.parallelism = tasks / np.ceil(tasks / threads)
         counts = np.array([[f.instructions.get(kind, 0) for kind in CLASSES] for f in features], np.float64)
         self.compute = np.column_stack([counts, exponentials]) / self.parallelism[:, None]
@@ -152,7 +154,11 @@ class _Table:
 
     def memory_us(self, bandwidth: Bandwidth) -> Floats:
         nearest = np.zeros_like(self.bytes)
-        here = bandwidth.gbps(self.working_set, self.parallelism)
+        here = np.where(
+            self.prefetched,
+            bandwidth.gbps(self.working_set, self.parallelism),
+            bandwidth.gbps(self.working_set, self.parallelism, unaided=True),
+        )
         first = np.maximum(bandwidth.gbps(nearest, self.parallelism), here)
         return np.asarray(self.bytes * (1 / here - 1 / first) * 1e-3)
 

@@ -249,3 +249,13 @@ def test_fastest_keeps_each_points_better_reading():
     assert kept.points[1].gbps == 200.0
     assert [p for i, p in enumerate(kept.points) if i != 1] == [p for i, p in enumerate(BANDWIDTH.points) if i != 1]
     assert Bandwidth.from_dict(json.loads(json.dumps(kept.as_dict()))) == kept
+
+
+def test_code_that_prefetches_gets_the_bandwidth_of_code_that_does() -> None:
+    points = (BandwidthPoint(1, 1 << 14, 200.0, "L1", 200.0), BandwidthPoint(1, 1 << 30, 20.0, "DRAM", 10.0))
+    coefficients = Coefficients(EXTENDED, dict.fromkeys(PLANTED, 0.0), Bandwidth(points), 1)
+    base = call(bytes=1 << 30, working_set_bytes=1 << 30)
+    slow, fast = (predict_us(replace(base, prefetched=each), coefficients) for each in (False, True))
+    assert slow / fast == pytest.approx((1 / 10 - 1 / 200) / (1 / 20 - 1 / 200))
+    older = Bandwidth(tuple(replace(point, unaided_gbps=0.0) for point in points))
+    assert predict_us(base, replace(coefficients, bandwidth=older)) == pytest.approx(fast)
