@@ -21,6 +21,8 @@ from .team import Player, Team
 
 FULL = Effort(min_rounds=12, max_rounds=30, target_spread=0.02)
 QUICK = Effort(min_rounds=4, max_rounds=8, target_spread=0.05)
+LEAST_ROUNDS = 3
+"""Undisturbed rounds without which a median is not reported."""
 MOST_SPREAD = 0.4
 """Interquartile range over median beyond which a median is not reported."""
 TOGETHER_VALUES = 128 << 20
@@ -89,7 +91,7 @@ class Run:
     def _limit(self, case: Case, entered: Entered | Refused | None, timed: Timed | Fault | None) -> LimitPoint | None:
         if not isinstance(entered, Entered) or not isinstance(timed, Timed):
             return None
-        if spread(timed.samples_us) > MOST_SPREAD:
+        if spread(timed.samples_us) > MOST_SPREAD or timed.rounds - timed.tainted < LEAST_ROUNDS:
             return None
         point = LimitPoint(case, entered.nbytes, median(timed.samples_us), spread(timed.samples_us))
         self.outcome.limits.append(point)
@@ -115,10 +117,11 @@ def _row(
         nbytes=entered.nbytes,
         max_rel_error=entered.max_rel_error,
     )
-    if timed is None:
-        return replace(row, status="noisy", message="no timing round of it was undisturbed")
     if isinstance(timed, Fault):
         return replace(row, status=timed.status, message=timed.message)
+    clean = 0 if timed is None else timed.rounds - timed.tainted
+    if timed is None or clean < LEAST_ROUNDS:
+        return replace(row, status="noisy", message=f"only {clean} timing rounds of it were undisturbed")
     middle, width = median(timed.samples_us), spread(timed.samples_us)
     if width > MOST_SPREAD:
         return replace(row, status="noisy", message=f"its samples' spread of {width:.0%} says nothing about its speed")

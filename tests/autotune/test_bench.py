@@ -5,20 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from lowbit.autotune.bench.case import Case
+from lowbit.autotune.bench.messages import Entered
 from lowbit.autotune.bench.outcome import LimitPoint, Outcome, Row
-from lowbit.autotune.bench.run import Run
+from lowbit.autotune.bench.run import Run, _row
 from lowbit.autotune.bench.team import Team, thread_settings
 from lowbit.kernels.problem import Problem
 from lowbit.search.control import ControlTime
-from lowbit.search.rounds import Effort
+from lowbit.search.rounds import Effort, Timed
 
 CASE = Case(Problem("attend", 4, 2, 32, "w8a8"), 33)
 MATRIX = Case(Problem("gemv", 1, 1, 64, "w4a8", 3), 50, "down")
-BRIEF = Effort(min_rounds=2, max_rounds=20, target_spread=math.inf)
+BRIEF = Effort(min_rounds=3, max_rounds=20, target_spread=math.inf)
 
 
 class Still:
@@ -177,3 +179,19 @@ def test_bytes_that_have_to_be_read(case: Case, nbytes: int) -> None:
 def test_parts_cover_every_row_once(case: Case) -> None:
     seen = [(part.head, row) for part in case.parts() for row in range(part.start, part.stop)]
     assert seen == [(head, row) for head in range(case.problem.kv_heads) for row in range(case.tokens)]
+
+
+def test_a_median_of_too_few_undisturbed_rounds_or_too_wide_a_spread_is_not_reported() -> None:
+    player = SimpleNamespace(name="peer", opened=None)
+    entered = Entered("int8", 1000, 0.01)
+
+    def row(samples: tuple[float, ...], tainted: int) -> Row:
+        timed = Timed("ok", samples, tainted, rounds=10)
+        return _row(CASE, player, entered, timed, LimitPoint(CASE, 1000, 2.0, 0.0))  # type: ignore[arg-type]
+
+    good = row((4.0, 4.1, 3.9), tainted=7)
+    assert (good.status, good.median_us, good.limit_share) == ("ok", 4.0, pytest.approx(0.5))
+    few = row((4.0, 4.1, 3.9), tainted=8)
+    assert (few.status, few.median_us, few.message) == ("noisy", None, "only 2 timing rounds of it were undisturbed")
+    wide = row((1.0, 4.0, 9.0), tainted=0)
+    assert (wide.status, wide.median_us, wide.max_rel_error) == ("noisy", None, 0.01)
