@@ -332,3 +332,13 @@ def test_predictions_that_tie_are_settled_by_the_least_work() -> None:
     best = min(within, key=lambda name: (space()[name].schedule.registers, space()[name].schedule.prefetch))
     assert len(within) == 4
     assert choice.candidate.name == best != min(predicted, key=predicted.__getitem__)
+
+
+@pytest.mark.parametrize("name", ["verify"])
+def test_a_baseline_without_an_opponent_wins_nothing(name: str) -> None:
+    known = session()
+    slow = list(known.candidates)[-1]
+    known.baseline = slow
+    known.measure = lambda names, effort, final=False: [known._row(slow, effort)] if slow in names else []  # type: ignore[method-assign]
+    choice = choose(name, known, Parameters(top_k=3))
+    assert (choice.provenance, choice.candidate.name != slow) == ("predicted", True)
