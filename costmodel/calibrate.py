@@ -193,7 +193,7 @@ def calibrate(device: Device, threads: int, budget_s: float = 60.0) -> Calibrati
     )
     toolchain = backend_named("cpu").toolchain()
     fork_us = next((sample.measured_us for sample in samples if sample.loop == "meeting"), None)
-    parked_us = statistics.median(parked) * 1e6 if parked else None
+    parked_us = min(parked) * 1e6 if parked else None
     seconds = time.perf_counter() - started
     return Calibration(
         device, threads, bandwidth, two_term, extended, samples, noise, seconds, toolchain, fork_us, parked_us
@@ -259,11 +259,12 @@ def _plans(bench: Bench, threads: int) -> list[_Plan]:
         for loop in STREAMED if each.level not in ("", "L1") else ():
             if loop in bench.names:
                 plans += [_streamed(bench, loop, each, used, long_enough) for used in sorted({1, threads})]
-    add("nothing", "", 1, MOST_TASKS, 64, 1)
     if _can_meet(threads):
         plans.append(_Plan("meeting", "", Meeting(threads), bench.features("nothing", threads, threads, 64, 1), _WARM))
+    elif threads > 1:
+        add("nothing", "", threads, threads, 64, 1)
     if threads > 1:
-        for tasks in (threads, 8 * threads, 64 * threads) if not _can_meet(threads) else (64 * threads,):
+        for tasks in (8 * threads, 64 * threads):
             add("nothing", "", threads, min(tasks, MOST_TASKS), 64, 1)
     return plans
 

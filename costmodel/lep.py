@@ -11,11 +11,13 @@ the softmax,
 
     compute = (Σ_class w_class · instructions_class + w_exp · exponentials) / p,     p = tasks / ceil(tasks / threads)
     memory  = bytes · (1 / BW(working set, p) − 1 / BW(first level))
-    t = max(memory, compute) + γ · min(memory, compute) + task · tasks / p + fork · [tasks > 1 and threads > 1]
+    t = max(memory, compute) + γ · min(memory, compute) + (task · tasks + fork) · [tasks > 1 and threads > 1]
 
 BW is that of code which prefetches or of code which does not, as the candidate does. ``memory`` is only what lies
 beyond the first cache level, because loads that hit it are instructions. γ is 0 for a core
-that overlaps transfers and computation completely and 1 for one that does not at all. No coefficient is negative.
+that overlaps transfers and computation completely and 1 for one that does not at all. Threads that
+share tasks claim each from one word in memory, one after the other; a single thread only counts, which costs nothing
+worth a term. No coefficient is negative.
 """
 
 from __future__ import annotations
@@ -150,7 +152,8 @@ class _Table:
         self.parallelism = tasks / np.ceil(tasks / threads)
         counts = np.array([[f.instructions.get(kind, 0) for kind in CLASSES] for f in features], np.float64)
         self.compute = np.column_stack([counts, exponentials]) / self.parallelism[:, None]
-        self.serial = np.column_stack([tasks / self.parallelism, np.minimum(tasks, threads) > 1])
+        forks = np.minimum(tasks, threads) > 1
+        self.serial = np.column_stack([tasks * forks, forks])
 
     def memory_us(self, bandwidth: Bandwidth) -> Floats:
         nearest = np.zeros_like(self.bytes)

@@ -207,8 +207,9 @@ class Contention:
     typical_limit : float
         Ratio to the median that it must exceed as well. Arrivals are exempt: a process that holds a core for the whole
         run is no typical state.
-    arrival_floor_us : float
-        Arrivals faster than this are normal, whatever the best was: a sleeping core takes time to wake.
+    arrival_floor_us, arrival_ceiling_us : float
+        Arrivals faster than the floor are normal, whatever the best was: a sleeping core takes time to wake. Later than
+        the ceiling is late even if every reading of the run is: no core takes that long, but a time slice does.
     """
 
     def __init__(
@@ -218,12 +219,14 @@ class Contention:
         arrival_limit: float = 3.0,
         typical_limit: float = 1.15,
         arrival_floor_us: float = 150.0,
+        arrival_ceiling_us: float = 1000.0,
     ) -> None:
         self.compute_limit = compute_limit
         self.stream_limit = stream_limit
         self.arrival_limit = arrival_limit
         self.typical_limit = typical_limit
         self.arrival_floor_us = arrival_floor_us
+        self.arrival_ceiling_us = arrival_ceiling_us
         self._seen: list[ControlTime] = []
         self._known: tuple[ControlTime, ControlTime] | None = None
 
@@ -262,8 +265,9 @@ class Contention:
         def slow(us: float, limit: float, best_us: float, typical_us: float) -> bool:
             return us > limit * best_us and us > self.typical_limit * typical_us
 
+        late_us = max(min(self.arrival_limit * best.arrival_us, self.arrival_ceiling_us), self.arrival_floor_us)
         return (
-            control.arrival_us > max(self.arrival_limit * best.arrival_us, self.arrival_floor_us)
+            control.arrival_us > late_us
             or slow(control.compute_us, self.compute_limit, best.compute_us, typical.compute_us)
             or slow(control.stream_us, self.stream_limit, best.stream_us, typical.stream_us)
         )

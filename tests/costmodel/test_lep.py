@@ -135,7 +135,7 @@ def test_extended_sums_its_terms_by_hand():
     between = (1 + math.sqrt(2)) / 2
     memory = 2 * MIB * (1 / (20e3 * between) - 1 / (200e3 * between))
     compute = (3e5 * 0.05 + 2e5 * 0.15 + 6000 * 0.4) * 1e-3 / 1.5
-    expected = max(memory, compute) + 0.3 * min(memory, compute) + 0.05 * 3 / 1.5 + 2.5
+    expected = max(memory, compute) + 0.3 * min(memory, compute) + 0.05 * 3 + 2.5
     assert predict_us(features, coefficients()) == pytest.approx(expected)
     terms = explain(features, coefficients())
     total = terms.memory_us + sum(terms.instructions_us.values()) + terms.exponentials_us + terms.tasks_us
@@ -145,9 +145,9 @@ def test_extended_sums_its_terms_by_hand():
 
 
 @pytest.mark.parametrize(("tasks", "threads", "forks"), [(1, 1, 0), (1, 2, 0), (2, 1, 0), (2, 2, 1), (8, 2, 1)])
-def test_fork_is_paid_only_by_calls_that_fork(tasks, threads, forks):
+def test_forks_and_claims_are_paid_only_by_calls_that_fork(tasks, threads, forks):
     idle = call(tasks=tasks, threads=threads)
-    assert predict_us(idle, coefficients(task_us=0.0)) == pytest.approx(2.5 * forks)
+    assert predict_us(idle, coefficients()) == pytest.approx((2.5 + 0.05 * tasks) * forks)
 
 
 def test_more_threads_than_tasks_bring_nothing():

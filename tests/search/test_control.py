@@ -34,6 +34,14 @@ def test_a_thread_that_arrives_late_is_tainted_even_if_it_always_does() -> None:
     assert not contention.tainted(ControlTime(20.0, 100.0, 140.0))
 
 
+def test_an_arrival_after_a_time_slice_is_late_even_if_all_are() -> None:
+    contention = Contention(arrival_ceiling_us=1000.0)
+    for us in (700.0, 3500.0, 3600.0, 3700.0):
+        contention.see(ControlTime(20.0, 100.0, us))
+    assert contention.tainted(ControlTime(20.0, 100.0, 3500.0))
+    assert not contention.tainted(ControlTime(20.0, 100.0, 900.0))
+
+
 def test_an_uneven_machine_does_not_taint_its_own_usual_state() -> None:
     """A fifth of the readings is 40 % faster than the rest, as with a boosted clock."""
     contention = seen(*[12.0] * 10, *[20.0] * 40)
