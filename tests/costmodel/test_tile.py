@@ -77,8 +77,10 @@ def tiles(problem: str, isa: str = "avx2", nth: int = 0) -> tuple[str, ...]:
 def test_symbols_are_those_of_the_code_and_shared_by_problems() -> None:
     backend, problem = CpuBackend("avx2"), Problem.parse("attend h8/2 d64 q1 w8a8")
     candidate = next(each for each in backend.space(problem, 2) if isinstance(each, Candidate))
-    codes = backend.code(problem, candidate)
+    plain = replace(candidate, schedule=replace(candidate.schedule, prefetch=0))
+    codes = backend.code(problem, plain)
     symbols = backend.tiles(problem, candidate)
+    assert backend.tiles(problem, plain) == symbols  # prefetches are not counted
     assert symbols == tuple(code.symbol for code in codes) and len(set(symbols)) == 2
     assert [backend.tile(problem, candidate, symbol) for symbol in symbols] == codes
     # Heads, splits, blocks and threads are no part of the code; rows are.
