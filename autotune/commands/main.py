@@ -51,8 +51,8 @@ def _finite(ctx: click.Context, option: click.Parameter, value: float | None) ->
     type=click.Choice(STRATEGIES),
     default="verify",
     show_default=True,
-    help="lep: predict only. verify: measure the best predicted layouts, then schedules of the fastest. optuna: a study "
-    "seeded by them. oracle: measure all.",
+    help="lep: predict only. verify: measure the best predicted layouts, then schedules of the fastest. optuna: a "
+    "study seeded by them. oracle: measure all.",
 )
 @click.option(
     "--top-k",
