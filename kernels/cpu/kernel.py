@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,10 @@ from .softmax import LOG2_E
 
 Float32 = NDArray[np.float32]
 
+MOST_TOKENS = 1 << 15
+"""Tokens of a task that weighs values. Every 32 are added to running sums in float32: over a million equal tokens these
+drift by 4e-4, more than fp16 costs, and over this many by 1e-5. Sums of tasks are merged, so that they start anew."""
+
 
 class CpuKernel(Kernel):
     """See `lowbit.kernels.backend.Kernel`. Holds workspace that grows with the number of tasks."""
@@ -37,6 +42,8 @@ class CpuKernel(Kernel):
     ):
         self.problem, self.candidate = problem, candidate
         self._task, self._merge, self._tiles, self._prepared = task, merge, tiles, prepared
+        self._parts = task, merge, tiles, prepared, scratch
+        self._finer: dict[int, CpuKernel] = {}
         self._kv_heads = problem.kv_heads
         self._job = np.zeros(len(fields.FIELDS), np.int64)
         schedule = candidate.schedule
@@ -117,6 +124,8 @@ class CpuKernel(Kernel):
         if any(count > operand.capacity for operand in packed):
             raise ProblemError(f"{count} tokens asked of an operand that holds {min(o.capacity for o in packed)}")
         columns = count if problem.operator == "sv" else problem.head_dim
+        if (splits := self._splits(count)) > self.candidate.schedule.splits:
+            return self._with_splits(splits).bind(*operands, tokens=tokens, out=out)
         if x.shape != (problem.heads, problem.query_rows, columns):
             raise ProblemError(f"x must have shape {(problem.heads, problem.query_rows, columns)}, not {x.shape}")
         if not np.isfinite(x).all():
@@ -135,6 +144,22 @@ class CpuKernel(Kernel):
         job[fields.OUT] = out.ctypes.data
         job[fields.TOKENS] = count
         return Bound(self, job, out, (x, *packed))
+
+    def _splits(self, tokens: int) -> int:
+        """Splits of a context of ``tokens``: the schedule's, or a multiple that leaves each task `MOST_TOKENS`."""
+        problem, splits = self.problem, self.candidate.schedule.splits
+        if problem.operator == "qk":
+            return splits
+        seen = min(tokens, problem.window + problem.query_rows) if problem.window else tokens
+        return splits * -(-seen // (splits * MOST_TOKENS))
+
+    def _with_splits(self, splits: int) -> CpuKernel:
+        """This kernel for longer contexts: the same code, and workspace for more tasks."""
+        if splits not in self._finer:
+            schedule = replace(self.candidate.schedule, splits=splits)
+            candidate = replace(self.candidate, schedule=schedule)
+            self._finer[splits] = CpuKernel(self.problem, candidate, *self._parts)
+        return self._finer[splits]
 
     def _checked(self, role: str, value: object) -> PackedTensor:
         """``value`` if it is an operand that this kernel reads; another layout would give silently wrong numbers."""
