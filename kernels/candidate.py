@@ -13,6 +13,10 @@ PIPELINES = ("integer", "float")
 """``integer``: the contraction stays in integers and scales are applied outside the hot loop. ``float``: codes are
 dequantised to float32 in the hot loop."""
 
+BFLOAT = "bfloat"
+"""A pipeline for many rows where a matrix unit multiplies floats of 16 bits: keys are contracted in integers, values
+under weights of 8 significant bits. Codes of 8 bits are exact in such floats."""
+
 _SCHEDULE = re.compile(r"rows (\d+), registers (\d+), block (\d+), splits (\d+), prefetch (\d+), threads (\d+)")
 
 
@@ -89,7 +93,7 @@ class Candidate:
     k, v : Layout or None
         Layout of the keys (``qk``, ``attend``) and of the values (``sv``, ``attend``).
     pipeline : str
-        One of `PIPELINES`.
+        One of `PIPELINES`, or `BFLOAT`.
     schedule : Schedule
     """
 
@@ -131,6 +135,6 @@ class Candidate:
             if role not in layouts or layouts[role] is not None:
                 raise LayoutError(f"not a candidate's name: {name!r}")
             layouts[role] = Layout.parse(layout)
-        if pipeline not in PIPELINES:
+        if pipeline not in (*PIPELINES, BFLOAT):
             raise LayoutError(f"unknown pipeline {pipeline!r} in {name!r}")
         return cls(layouts["K"], layouts["V"], pipeline, Schedule.parse(schedule))

@@ -172,8 +172,10 @@ class Problem:
         return 0 if self.stored(role).format == "fp16" else -(-self.head_dim // GROUP)
 
     def integer(self, role: str, pipeline: str) -> bool:
-        """Whether ``pipeline`` contracts ``role`` in integers: fp16 has no codes, and stays in floats in either."""
-        return pipeline == "integer" and self.stored(role).format != "fp16"
+        """Whether ``pipeline`` contracts ``role`` in integers: fp16 has no codes, and stays in floats in each."""
+        return pipeline in (("integer", "bfloat") if role == "k" else ("integer",)) and (
+            self.stored(role).format != "fp16"
+        )
 
     @property
     def key(self) -> str:

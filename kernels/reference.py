@@ -2,7 +2,8 @@
 
 The ``float`` pipeline is held to the activations as given. The ``integer`` pipeline is held to rounded ones, which is
 what "a8" means: queries to 8 bits a group of 32 channels, products of probability and scale to 7 bits a group of 32
-tokens. What that rounding costs a model is a question of quality, not of a kernel's correctness.
+tokens. What that rounding costs a model is a question of quality, not of a kernel's correctness. The ``bfloat``
+pipeline is held to rounded queries, and to exact products of probability and scale: its own have 8 significant bits.
 
 Query rows of one problem are the last positions of the context: row i of n sees tokens 0 … tokens − n + i (causal
 inside the block), or the latest ``window`` of those, in ``attend``. ``qk``, ``sv`` and ``gemv`` are plain contractions.
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from .candidate import BFLOAT
 from .problem import GROUP, Problem
 from .quantize import ACTIVATION_LARGEST_CODE, DITHER, LARGEST_WEIGHT, Quantized, quantize
 
@@ -185,7 +187,8 @@ def tolerance(problem: Problem, operands: Operands, pipeline: str = "float") -> 
 
     float32 arithmetic: 2e-5 of the operands' magnitude. The integer pipeline also gets a quarter of its rounding's
     standard deviation Δ/√12, propagated to first order, and a whole step for each activation that lies on a rounding
-    threshold: float32 may take it to either side, and in a short sum that step is more than the rest.
+    threshold: float32 may take it to either side, and in a short sum that step is more than the rest. The bfloat
+    pipeline gets four standard deviations of its weights' rounding, which no reference repeats.
     """
     expected = reference(problem, operands, pipeline)
     scale = np.maximum(np.linalg.norm(expected, axis=2), np.finfo(np.float32).tiny)
@@ -216,6 +219,9 @@ def tolerance(problem: Problem, operands: Operands, pipeline: str = "float") -> 
     if problem.integer("v", pipeline):
         margin = THRESHOLD_MARGIN if problem.operator == "sv" else SOFTMAX_MARGIN
         allowed = allowed + _weight_noise(p, operands.v, group, margin)
+    if pipeline == BFLOAT:
+        # Rounding errors of products are independent and up to 2^-9 of each: √3 standard deviations. Four are allowed.
+        allowed = allowed + 4 * 2.0**-9 / math.sqrt(3) * np.sqrt(np.einsum("hqt,ht->hq", p**2, size**2))
     allowed = allowed + 2e-5 * np.maximum(magnitude, 1) * np.einsum("hqt,ht->hq", p, size)
     return float(np.max(allowed / scale))
 

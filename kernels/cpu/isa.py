@@ -32,7 +32,7 @@ class Isa:
     half_conversion : bool
         Whether fp16 converts in hardware.
     matrix : bool
-        Whether there is a unit that multiplies matrices of 8-bit integers.
+        Whether there is a unit that multiplies matrices of 8-bit integers, and of bfloat16.
     requires : frozenset of str
         LLVM's names of the features that the host must report.
     """
@@ -64,11 +64,12 @@ def _x86(
 
 _AVX2 = "avx2 fma f16c"
 _AVX512 = f"{_AVX2} avx512f avx512bw avx512dq avx512vl avx512vnni"
+_AMX = f"{_AVX512} avx512bf16 avx512fp16 amx-tile amx-int8 amx-bf16"
 ISAS = {
     isa.name: isa
     for isa in (
-        _x86("amx_int8", "icelake-server", 64, 32, "vpdpbusd", True, f"{_AVX512} amx-tile amx-int8", matrix=True),
-        _x86("avx512_vnni", "icelake-server", 64, 32, "vpdpbusd", True, _AVX512),
+        _x86("amx_int8", "icelake-server", 64, 32, "vpdpbusd", True, _AMX, matrix=True),
+        _x86("avx512_vnni", "cascadelake", 64, 32, "vpdpbusd", True, _AVX512),
         _x86("avx_vnni", "alderlake", 32, 16, "vpdpbusd", True, f"{_AVX2} avxvnni"),
         _x86("avx2", "haswell", 32, 16, "maddubs", True, _AVX2),
         Isa(

@@ -8,8 +8,8 @@ its scale.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,12 +19,15 @@ from numpy.typing import NDArray
 from ..problem import GROUP
 from .fold import fold
 from .mapping import TOKENS, Lanes, Region
-from .matrix import MatrixUnit, sums_of
+from .matrix import MatrixUnit, aligned_room, held_at_once, sums_of
 from .multiply import IntegerDots, SmallOperand, Unpacker, arranged, float_offset, integer_form, widened
 from .plan import Plan
 from .share import Share
 from .spec import TileSpec
 from .vector import BYTES, F32, HALF, I8, I32, I64, VOID, Emitter, Value
+
+NEAR = 32
+"""Cache lines ahead that the matrix unit's loads find in the nearest cache; nothing else would bring them there."""
 
 Key = tuple[int, tuple[int, ...]]
 """An accumulator: row, and the output of each lane."""
@@ -124,7 +127,8 @@ def emit_dot_tile(module: ir.Module, spec: TileSpec) -> ir.Function:
 def dotted_per_iteration(spec: TileSpec) -> int:
     """Codes that one iteration of the hot loop consumes: a region's, or whole rows' where there is no inner loop."""
     region = spec.plan.any
-    channels = spec.head_dim if spec.plan.trips <= 1 else min(region.reductions, spec.head_dim)
+    whole = spec.plan.trips <= 1 or (spec.matrix and held_at_once(spec))
+    channels = spec.head_dim if whole else min(region.reductions, spec.head_dim)
     return channels * region.outputs
 
 
@@ -135,17 +139,31 @@ class _DotTile:
         self.outputs = spec.plan.any.outputs
 
     def build(self) -> None:
-        emit, plan, outputs = self.emit, self.plan, self.outputs
+        emit, outputs = self.emit, self.outputs
         words, scales, first, count, x, aux, scores, stride = emit.builder.function.args
         if self.spec.matrix:
             form = integer_form(self.spec.layout.packing, "k", self.spec.isa, matrix=True)
             self.matrix = MatrixUnit(emit, self.spec, form)
         blocks = emit.builder.udiv(count, emit.i64(outputs))
+        self.x, self.aux = x, aux
+        if self.spec.matrix and held_at_once(self.spec):
+            with emit.builder.if_then(emit.builder.icmp_signed(">", blocks, emit.i64(0))):
+                self._by_unit(words, scales, first, blocks, scores, emit.mul(stride, 4))
+        else:
+            self._by_blocks(words, scales, first, blocks, scores, stride)
+        if self.spec.matrix:
+            self.matrix.release()
+        emit.builder.ret_void()
+
+    def _by_blocks(
+        self, words: Value, scales: Value, first: Value, blocks: Value, scores: Value, stride: Value
+    ) -> None:
+        """All tokens, a block at a time and scaled region by region."""
+        emit, plan, outputs = self.emit, self.plan, self.outputs
         loop = emit.begin(blocks, share=Share(outputs * self.spec.head_dim))
         token = emit.builder.add(first, emit.builder.mul(loop.index, emit.i64(outputs)))
         base = emit.at(words, self._token_offset(token))
         self.scale_base = emit.at(scales, self._scale_offset(token)) if self.spec.groups else None
-        self.x, self.aux = x, aux
         totals = self._zeros()
         done = 0
         if plan.main is not None and plan.trips:
@@ -156,17 +174,110 @@ class _DotTile:
             main = plan.main.reductions if plan.main else 0
             aux_bytes = self._aux_bytes(plan.main) if plan.main else 0
             totals = self._region(plan.tail, at, emit.i64(done), main, aux_bytes, totals)
-        where = emit.builder.mul(loop.index, emit.i64(4 * outputs))
+        target = emit.at(scores, emit.builder.mul(loop.index, emit.i64(4 * outputs)))
+        names = [lanes.o for lanes in plan.any.lanes]
         for row in range(self.spec.rows):
-            vectors = [totals[row, lanes.o] for lanes in plan.any.lanes]
-            names = [lanes.o for lanes in plan.any.lanes]
-            result = fold(emit, vectors, names, range(outputs))
-            offset = emit.builder.add(where, emit.builder.mul(stride, emit.i64(4 * row)))
-            emit.store(result, scores, offset)
+            result = fold(emit, [totals[row, name] for name in names], names, range(outputs))
+            emit.store(result, target, emit.builder.mul(stride, emit.i64(4 * row)))
         emit.end(loop)
-        if self.spec.matrix:
-            self.matrix.release()
-        emit.builder.ret_void()
+
+    def _by_unit(
+        self, words: Value, scales: Value, first: Value, blocks: Value, scores: Value, row_bytes: Value
+    ) -> None:
+        """All tokens: the matrix unit's sums of a block, while vectors scale those of the block before.
+
+        A row's running totals stay in registers, and so do scales for all rows. In the program, some rows follow each
+        region's products, so that neither vectors nor the unit wait.
+        """
+        emit, spec = self.emit, self.spec
+        regions = _regions(self.plan)
+
+        def token(index: Value) -> Value:
+            return emit.plus(first, emit.mul(index, self.outputs))
+
+        def room(index: Value) -> Value:
+            return emit.at(self.matrix.sums, emit.mul(emit.builder.and_(index, emit.i64(1)), self.matrix.sums_bytes))
+
+        def contract(index: Value, number: int) -> list[tuple[Value, int, int]]:
+            """Returns lines to fetch in the meantime."""
+            region, start = regions[number]
+            base = emit.at(words, self._token_offset(token(index)))
+            at = emit.at(base, number * self.plan.channel_step_bytes)
+            aux = emit.at(self.aux, sum(self._aux_bytes(earlier) for earlier, _ in regions[:number]))
+            unpacker = Unpacker(emit, replace(spec, prefetch=0), at, region)
+            self._unit_sums(region, emit.at(self.x, start), unpacker, aux, room(index), number)
+            lines = (row * self.plan.pitch_bytes + byte for row, byte in region.chunks)
+            distances = ((spec.prefetch, 2), (min(NEAR, spec.prefetch), 1)) if spec.prefetch else ()
+            return [(at, line + 64 * distance, level) for line in lines for distance, level in distances]
+
+        def scale(index: Value) -> Callable[[Value], None]:
+            """What scales one row of a block."""
+            self.scale_base = emit.at(scales, self._scale_offset(token(index)))
+            vectors = self._unit_scales()
+            sums, target = room(index), emit.at(scores, emit.mul(index, 4 * self.outputs))
+            return lambda row: self._scale_row(row, vectors, sums, emit.at(target, emit.builder.mul(row, row_bytes)))
+
+        self._compact_factors()
+        for number in range(len(regions)):
+            contract(emit.i64(0), number)
+        loop = emit.begin(emit.builder.sub(blocks, emit.i64(1)), share=Share(self.outputs * spec.head_dim))
+        following, scale_row = emit.plus(loop.index, emit.i64(1)), scale(loop.index)
+        for number in range(len(regions)):
+            lines = contract(following, number)
+            rows = range(spec.rows * number // len(regions), spec.rows * (number + 1) // len(regions))
+            for i, row in enumerate(rows):
+                scale_row(emit.i64(row))
+                for base, offset, level in lines[len(lines) * i // len(rows) : len(lines) * (i + 1) // len(rows)]:
+                    emit.prefetch(base, offset, level)
+        emit.end(loop)
+        scale_row = scale(emit.builder.sub(blocks, emit.i64(1)))
+        loop = emit.begin(emit.opaque(spec.rows))
+        scale_row(loop.index)
+        emit.end(loop)
+
+    def _compact_factors(self) -> None:
+        """Each row's factors of groups side by side: ``aux`` repeats them for all lanes, and leaves less cache."""
+        emit, prepared = self.emit, self.prepared
+        lanes, count = emit.isa.lanes, len(prepared.aux_group)
+        places = range(0, count, lanes)
+        self.factors = aligned_room(emit, 4 * len(places) * self.spec.rows)
+        loop = emit.begin(emit.opaque(self.spec.rows))
+        aux = emit.at(self.aux, emit.mul(loop.index, 8 * count))
+        target = emit.at(self.factors, emit.mul(loop.index, 4 * len(places)))
+        for number, place in enumerate(places):
+            emit.store(emit.load(aux, F32, 4 * (count + place)), target, 4 * number)
+        emit.end(loop)
+
+    def _unit_scales(self) -> list[tuple[tuple[int, ...], Value, int, int]]:
+        """For each tile of sums its outputs, scales, the number of a row's factor, and where in memory it is."""
+        emit, spec = self.emit, self.spec
+        found, earlier = [], 0
+        for number, (region, start) in enumerate(_regions(self.plan)):
+            patterns = _patterns(region)
+            self.group_base, self.clamp = emit.i64(start // GROUP * 2 * TOKENS), spec.groups - 1 - start // GROUP
+            cache: dict[Any, Value] = {}
+            for (outputs, group), place in self.matrix.places(region, number).items():
+                pattern = ((group, True),) * emit.isa.lanes
+                scales = self._scale_vector(outputs, [group] * emit.isa.lanes, cache)
+                found.append((outputs, scales, earlier + patterns.index(pattern), place))
+            earlier += len(patterns)
+        return found
+
+    def _scale_row(
+        self, row: Value, tiles: list[tuple[tuple[int, ...], Value, int, int]], sums: Value, target: Value
+    ) -> None:
+        """Scores of one row from the sums of all tiles."""
+        emit = self.emit
+        vector = ir.VectorType(F32, emit.isa.lanes)
+        factors = emit.at(self.factors, emit.mul(row, 4 * len(self.prepared.aux_group) // emit.isa.lanes))
+        totals: dict[tuple[int, ...], Value] = {}
+        for outputs, scale, factor, place in tiles:
+            value = emit.builder.sitofp(sums_of(emit, emit.at(sums, place), row), vector)
+            whole = emit.builder.fmul(scale, emit.splat(emit.load(factors, F32, 4 * factor), emit.isa.lanes))
+            before = totals.get(outputs)
+            totals[outputs] = emit.builder.fmul(value, whole) if before is None else emit.fma(value, whole, before)
+        names = list(totals)
+        emit.store(fold(emit, list(totals.values()), names, range(self.outputs)), target)
 
     def _zeros(self) -> dict[Key, Value]:
         zero = self.emit.constant(F32, self.emit.isa.lanes, 0.0)
@@ -261,7 +372,7 @@ class _DotTile:
         aux_row = 2 * 4 * len(self.prepared.aux_group)
         scale_half = 4 * len(self.prepared.aux_group)
         if spec.matrix:
-            sums = self._by_matrix(region, small, unpacker, aux, aux_row)
+            sums = self._by_matrix(region, small, unpacker, aux)
         else:
             sums = self._by_vectors(region, small, unpacker, aux, aux_row)
         totals = dict(totals)
@@ -273,12 +384,23 @@ class _DotTile:
             totals[row, outputs] = emit.fma(values, emit.builder.fmul(scale, mine), totals[row, outputs])
         return totals
 
-    def _by_matrix(
-        self, region: Region, small: SmallOperand, unpacker: Unpacker, aux: Value, aux_row: int
-    ) -> dict[Sum, Value]:
+    def _by_matrix(self, region: Region, small: SmallOperand, unpacker: Unpacker, aux: Value) -> dict[Sum, Value]:
         """Integer sums of one region, from the matrix unit."""
-        emit, spec = self.emit, self.spec
-        width, patterns = emit.isa.vector_bytes, _patterns(region)
+        emit = self.emit
+        sums = self.matrix.sums
+        self._unit_sums(region, small.pointers(0, 0), unpacker, aux, sums)
+        return {
+            (row, outputs, ((group, True),) * emit.isa.lanes): sums_of(emit, emit.at(sums, place), row)
+            for (outputs, group), place in self.matrix.places(region).items()
+            for row in range(self.spec.rows)
+        }
+
+    def _unit_sums(
+        self, region: Region, x: Value, unpacker: Unpacker, aux: Value, sums: Value, number: int = 0
+    ) -> None:
+        """Have the unit put integer sums of one region, the ``number``-th that is held, in memory at ``sums``."""
+        emit = self.emit
+        width, patterns, aux_row = emit.isa.vector_bytes, _patterns(region), 8 * len(self.prepared.aux_group)
 
         def start(key: tuple[tuple[int, ...], int]) -> tuple[Value, int] | None:
             if not self.prepared.offset:
@@ -287,12 +409,7 @@ class _DotTile:
             return emit.at(aux, patterns.index(pattern) * width), aux_row
 
         row_bytes = len(self.prepared.order)
-        places = self.matrix.contract(region, unpacker, lambda group: (small.pointers(0, 0), row_bytes), start)
-        return {
-            (row, outputs, ((group, True),) * emit.isa.lanes): sums_of(emit, place, row)
-            for (outputs, group), place in places.items()
-            for row in range(spec.rows)
-        }
+        self.matrix.contract(region, unpacker, lambda group: (x, row_bytes), start, sums, number)
 
     def _by_vectors(
         self, region: Region, small: SmallOperand, unpacker: Unpacker, aux: Value, aux_row: int

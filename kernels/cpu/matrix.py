@@ -1,4 +1,4 @@
-"""Contraction of one region by the matrix unit of AMX: up to 16 rows at a time.
+"""Contraction of one region by the matrix unit of AMX: 16 rows at a time.
 
 One instruction multiplies a tile of the small operand, rows × 32 reductions, with a tile of codes, 32 reductions × 16
 outputs, whose rows are the very registers that four-way dots want: four reductions of each of 16 outputs. Sums leave
@@ -7,7 +7,7 @@ the unit through memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from llvmlite import ir
@@ -22,6 +22,11 @@ QUADS = 8
 
 ROW_BYTES = 64
 MOST_ROWS = 16
+"""Rows of a tile; keys also take two tiles of them."""
+
+MOST_REGIONS = 8
+"""Regions of a row of keys whose sums are held at once, and scaled when all of them are there."""
+
 _SUMS = 4  # tile registers 0 … 3 hold sums in turn
 _INSTRUCTIONS = {"ss": "tdpbssd", "wx": "tdpbsud", "xw": "tdpbusd"}
 """By the form of `lowbit.kernels.cpu.multiply.IntegerForm`; the small operand is the first factor."""
@@ -65,11 +70,16 @@ def tiles(region: Region, role: str) -> dict[Key, Tile]:
 
 def check_tiles(spec: TileSpec) -> None:
     """Raise `Infeasible` if the unit cannot contract the regions of ``spec``."""
-    if spec.rows > MOST_ROWS:
-        raise Infeasible(f"the matrix unit takes {MOST_ROWS} rows at most")
+    if spec.rows > MOST_ROWS and not (spec.rows == 2 * MOST_ROWS and held_at_once(spec)):
+        raise Infeasible(f"the matrix unit takes {MOST_ROWS} rows at most, or {2 * MOST_ROWS} of few channels")
     sizes = {len(tile.rows) for region in _regions(spec) for tile in tiles(region, spec.role).values()}
     if len(sizes) > 2:
         raise Infeasible("the matrix unit has registers for two sizes of tiles")
+
+
+def held_at_once(spec: TileSpec) -> bool:
+    """Whether sums of all channels are held before they are scaled."""
+    return spec.role == "k" and spec.plan.trips + (spec.plan.tail is not None) <= MOST_REGIONS
 
 
 def _regions(spec: TileSpec) -> list[Region]:
@@ -91,29 +101,24 @@ class MatrixUnit:
         check_tiles(spec)
         found = [tiles(region, spec.role) for region in _regions(spec)]
         self.counts = sorted({len(tile.rows) for each in found for tile in each.values()}, reverse=True)
-        most = max(map(len, found))
-        self.sums = emit.builder.alloca(ir.ArrayType(I8, most * MOST_ROWS * ROW_BYTES))
-        self.codes = emit.builder.alloca(ir.ArrayType(I8, most * QUADS * ROW_BYTES))
-        for room in (self.sums, self.codes):
-            room.align = ROW_BYTES
-        self.sums, self.codes = (emit.builder.bitcast(room, BYTES) for room in (self.sums, self.codes))
+        self.most = max(map(len, found))
+        self.tile_rows = min(spec.rows, MOST_ROWS)
+        self.passes = -(-spec.rows // MOST_ROWS)
+        held = self.most * (spec.plan.trips + (spec.plan.tail is not None) if held_at_once(spec) else 1)
+        self.sums_bytes = held * self.passes * MOST_ROWS * ROW_BYTES
+        self.sums = aligned_room(emit, self.sums_bytes * (2 if held_at_once(spec) else 1))
+        self.codes = aligned_room(emit, self.most * QUADS * ROW_BYTES)
         self._configure()
 
     def _configure(self) -> None:
-        """Shapes of the tile registers: bytes 16 … 47 are the bytes of a row, 48 … 63 the rows of each."""
         row_bytes, rows = [0] * 16, [0] * 16
         for register in range(_SUMS):
-            row_bytes[register], rows[register] = ROW_BYTES, self.spec.rows
+            row_bytes[register], rows[register] = ROW_BYTES, self.tile_rows
         for size, quads in enumerate(self.counts):
             a, b = self._registers(size)
-            row_bytes[a], rows[a] = 4 * quads, self.spec.rows
+            row_bytes[a], rows[a] = 4 * quads, self.tile_rows
             row_bytes[b], rows[b] = ROW_BYTES, quads
-        values = [1, *[0] * 15, *(byte for width in row_bytes for byte in (width & 255, width >> 8)), *rows]
-        room = self.emit.builder.alloca(ir.ArrayType(I8, 64))
-        room.align = 64
-        pointer = self.emit.builder.bitcast(room, BYTES)
-        self.emit.store(self.emit.constant(I8, 64, values), pointer)
-        self._call("ldtilecfg", pointer)
+        configure(self.emit, rows, row_bytes)
 
     @staticmethod
     def _registers(size: int) -> tuple[int, int]:
@@ -129,8 +134,10 @@ class MatrixUnit:
         unpacker: Unpacker,
         small: Callable[[int], tuple[Value, int]],
         start: Callable[[Key], tuple[Value, int] | None],
-    ) -> dict[Key, Value]:
-        """Sums of a region, in memory.
+        room: Value,
+        number: int = 0,
+    ) -> None:
+        """Put the sums of a region where `places` says.
 
         Parameters
         ----------
@@ -141,27 +148,30 @@ class MatrixUnit:
             Where the first row of the small operand of a group starts, and the bytes between its rows.
         start : callable
             The same for the start values of the sums; None for zeros.
-
-        Returns
-        -------
-        dict
-            Where the first row's 16 sums are; rows lie `ROW_BYTES` apart.
+        room : Value
+            Memory for sums, or the half of it that is used in turn.
+        number : int
+            Number of the region among those whose sums are held at once.
         """
-        found = {}
-        for number, (key, tile) in enumerate(tiles(region, self.spec.role).items()):
-            sums, (a, b) = number % _SUMS, self._registers(self.counts.index(len(tile.rows)))
-            begun = start(key)
-            if begun is None:
-                self._call("tilezero", sums)
-            else:
-                self._call("tileloadd64", sums, begun[0], begun[1])
-            rows, stride = small(key[1])
-            self._call("tileloadd64", a, self.emit.at(rows, 4 * tile.first_slot), stride)
-            self._call("tileloadd64", b, *self._codes(tile, number, unpacker))
-            self._call(_INSTRUCTIONS[self.form.form], sums, a, b)
-            found[key] = self.emit.at(self.sums, number * MOST_ROWS * ROW_BYTES)
-            self._call("tilestored64", sums, found[key], ROW_BYTES)
-        return found
+        places = self.places(region, number)
+        for order, (key, tile) in enumerate(tiles(region, self.spec.role).items()):
+            a, b = self._registers(self.counts.index(len(tile.rows)))
+            begun, (rows, stride) = start(key), small(key[1])
+            self._call("tileloadd64", b, *self._codes(tile, order, unpacker))
+            for part in range(self.passes):
+                sums, first = (order * self.passes + part) % _SUMS, part * MOST_ROWS
+                if begun is None:
+                    self._call("tilezero", sums)
+                else:
+                    self._call("tileloadd64", sums, self.emit.at(begun[0], first * begun[1]), begun[1])
+                self._call("tileloadd64", a, self.emit.at(rows, 4 * tile.first_slot + first * stride), stride)
+                self._call(_INSTRUCTIONS[self.form.form], sums, a, b)
+                self._call("tilestored64", sums, self.emit.at(room, places[key] + first * ROW_BYTES), ROW_BYTES)
+
+    def places(self, region: Region, number: int = 0) -> dict[Key, int]:
+        """Where in memory for sums the first row's 16 are, in bytes; rows lie `ROW_BYTES` apart."""
+        size = self.passes * MOST_ROWS * ROW_BYTES
+        return {key: (number * self.most + i) * size for i, key in enumerate(tiles(region, self.spec.role))}
 
     def _codes(self, tile: Tile, number: int, unpacker: Unpacker) -> tuple[Value, int]:
         """Where a tile's codes are, and the bytes between its rows: in the operand itself if they need no unpacking."""
@@ -179,19 +189,49 @@ class MatrixUnit:
         return plain and all(unit.kind == "direct" for unit, _ in tile.rows)
 
     def _call(self, name: str, *arguments: Value | int) -> None:
-        """An AMX instruction: tile registers are immediates, strides 64-bit numbers."""
-        emit = self.emit
-        loads_or_stores = name in ("tileloadd64", "tilestored64")
-        values = [
-            argument
-            if not isinstance(argument, int)
-            else ir.Constant(I64 if loads_or_stores and position == 2 else I8, argument)
-            for position, argument in enumerate(arguments)
-        ]
-        function = emit.intrinsic(f"llvm.x86.{name}", VOID, [value.type for value in values])
-        emit.builder.call(function, values)
+        tile_instruction(self.emit, name, *arguments)
 
 
-def sums_of(emit: Emitter, sums: Value, row: int) -> Value:
+def configure(emit: Emitter, rows: Sequence[int], row_bytes: Sequence[int]) -> None:
+    """Give the tile registers their shapes, at a function's entry.
+
+    Parameters
+    ----------
+    emit : Emitter
+    rows, row_bytes : sequences of up to 16 int
+        Rows of each register and bytes of a row.
+    """
+    count = len(rows)
+    widths = [*row_bytes, *[0] * (16 - count)]
+    # Palette 1; bytes 16 … 47 are the bytes of a row, 48 … 63 the rows of each.
+    pairs = (byte for width in widths for byte in (width & 255, width >> 8))
+    values = [1, *[0] * 15, *pairs, *rows, *[0] * (16 - count)]
+    room = aligned_room(emit, 64)
+    emit.store(emit.constant(I8, 64, values), room)
+    tile_instruction(emit, "ldtilecfg", room)
+
+
+def aligned_room(emit: Emitter, size: int) -> Value:
+    """Memory of the function's own, at the start of a cache line."""
+    room = emit.builder.alloca(ir.ArrayType(I8, size))
+    room.align = ROW_BYTES
+    return emit.builder.bitcast(room, BYTES)
+
+
+def tile_instruction(emit: Emitter, name: str, *arguments: Value | int) -> None:
+    """An AMX instruction: tile registers are immediates, strides 64-bit numbers."""
+    loads_or_stores = name in ("tileloadd64", "tilestored64")
+    values = [
+        argument
+        if not isinstance(argument, int)
+        else ir.Constant(I64 if loads_or_stores and position == 2 else I8, argument)
+        for position, argument in enumerate(arguments)
+    ]
+    function = emit.intrinsic(f"llvm.x86.{name}", VOID, [value.type for value in values])
+    emit.builder.call(function, values)
+
+
+def sums_of(emit: Emitter, sums: Value, row: Value | int) -> Value:
     """A row's 16 sums."""
-    return emit.load(sums, ir.VectorType(I32, emit.isa.lanes), row * ROW_BYTES)
+    offset = row * ROW_BYTES if isinstance(row, int) else emit.mul(row, ROW_BYTES)
+    return emit.load(sums, ir.VectorType(I32, emit.isa.lanes), offset)

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..backend import Rejected
-from ..candidate import PIPELINES, Candidate, Schedule
+from ..candidate import BFLOAT, PIPELINES, Candidate, Schedule
 from ..layout import Factor, Layout
 from ..packing import Packing, packing_named, packings
 from ..problem import Problem
 from . import matrices
+from .bfloat import CODE_TILES, MOST_UNIT_ROWS, check_unit
 from .isa import Isa
 from .mapping import Infeasible
 from .matrix import MOST_ROWS, check_tiles
@@ -25,7 +26,11 @@ WORKING_REGISTERS = 2
 BLOCKS = (64, 512, 2048)
 """Tokens between two softmax updates that are tried besides the middle schedule's."""
 
-PREFETCHES = (0, 24, 104, 72)
+UNIT_BLOCKS = (288, 992, 480)
+"""The same for the bfloat pipeline, the middle schedule's last: sums of a block stay in the unit, which has to wake up
+after the softmax. Rows of scores that lie a power of two apart would share few sets of the nearest cache."""
+
+PREFETCHES = (0, 104, 72)
 """Cache lines that are prefetched ahead, the middle schedule's last. Distances of whole pages did worse than any."""
 
 CHANNEL_TILES = (4, 8, 16, 32, 64)
@@ -101,18 +106,40 @@ def schedules(problem: Problem, isa: Isa, threads: int) -> list[Schedule]:
     return list(dict.fromkeys(changes))
 
 
+def unit_schedules(problem: Problem, isa: Isa, threads: int) -> list[Schedule]:
+    """Schedules of the bfloat pipeline: for many rows of a cache, where there is a matrix unit."""
+    unfit = not isa.matrix or "v" not in problem.roles or problem.rows <= MOST_VECTOR_ROWS
+    if unfit or problem.stored("v").format == "fp16":
+        return []
+    splits = 1 if problem.kv_heads % threads == 0 else threads
+    rows = MOST_UNIT_ROWS if problem.rows > MOST_ROWS else MOST_ROWS
+    middle = Schedule(rows, 1, UNIT_BLOCKS[-1], splits, PREFETCHES[-1], threads)
+    changes = [
+        middle,
+        *(replace(middle, block=block) for block in UNIT_BLOCKS[:-1]),
+        replace(middle, registers=2),
+        replace(middle, rows=MOST_ROWS),
+        replace(middle, prefetch=0),
+        replace(middle, splits=1, threads=1),
+    ]
+    return list(dict.fromkeys(changes))
+
+
 def space(problem: Problem, isa: Isa, threads: int) -> Iterator[Candidate | Rejected]:
     """See `lowbit.kernels.backend.Backend.space`."""
     seen: set[Candidate] = set()
     for k_packing, v_packing in _packing_pairs(problem):
-        for pipeline in PIPELINES:
+        for pipeline in (*PIPELINES, BFLOAT):
+            offered = unit_schedules(problem, isa, threads) if pipeline == BFLOAT else schedules(problem, isa, threads)
             for k, v in layouts(k_packing, v_packing):
-                for schedule in schedules(problem, isa, threads):
+                for schedule in offered:
                     candidate = _for_operator(problem, k, v, pipeline, schedule)
                     if candidate is None or candidate in seen:
                         continue
                     seen.add(candidate)
                     impossible = rejection(problem, candidate, isa)
+                    if impossible and pipeline == BFLOAT:
+                        continue  # few layouts suit the unit, and the integer pipeline says why the others do not
                     reason = impossible or unpromising(problem, candidate, isa) or dearer(problem, candidate, isa)
                     yield candidate if reason is None else Rejected(candidate, reason, impossible is None)
 
@@ -139,20 +166,20 @@ def tile_specs(problem: Problem, candidate: Candidate, isa: Isa) -> list[TileSpe
     schedule = candidate.schedule
     # A winner for more vectors also serves fewer.
     rows = min(schedule.rows, problem.rows) if problem.operator == "gemv" else schedule.rows
-    return [
-        TileSpec(
-            role,
-            layout,
-            problem.head_dim,
-            isa,
-            "integer" if problem.integer(role, candidate.pipeline) else "float",
-            rows,
-            schedule.registers,
-            schedule.prefetch,
-        )
-        for role, layout in (("k", candidate.k), ("v", candidate.v))
-        if layout is not None
-    ]
+    specs = []
+    for role, layout in (("k", candidate.k), ("v", candidate.v)):
+        if layout is not None:
+            pipeline = _pipeline(problem, role, candidate.pipeline)
+            registers = CODE_TILES if pipeline == BFLOAT else schedule.registers
+            specs.append(TileSpec(role, layout, problem.head_dim, isa, pipeline, rows, registers, schedule.prefetch))
+    return specs
+
+
+def _pipeline(problem: Problem, role: str, pipeline: str) -> str:
+    """The pipeline of one role's tiles."""
+    if problem.integer(role, pipeline):
+        return "integer"
+    return pipeline if role == "v" and pipeline == BFLOAT else "float"
 
 
 def rejection(problem: Problem, candidate: Candidate, isa: Isa) -> str | None:
@@ -167,10 +194,14 @@ def rejection(problem: Problem, candidate: Candidate, isa: Isa) -> str | None:
             )
     if candidate.pipeline == "integer" and not any(problem.integer(role, "integer") for role in problem.roles):
         return "fp16 has no integer codes to contract"
+    if candidate.pipeline == BFLOAT and candidate.v is None:
+        return "bfloat weights values, and there are none"
     for spec in tile_specs(problem, candidate, isa):
         try:
             accumulators(spec)
-            if spec.matrix:
+            if spec.bfloat:
+                check_unit(spec)
+            elif spec.matrix:
                 check_tiles(spec)
         except Infeasible as error:
             return f"{spec.role.upper()}: {error}"
@@ -201,7 +232,7 @@ def dearer(problem: Problem, candidate: Candidate, isa: Isa) -> str | None:
     for role, layout in (("k", candidate.k), ("v", candidate.v)):
         if layout is None:
             continue
-        integer, packing = problem.integer(role, candidate.pipeline), layout.packing
+        integer, packing = _pipeline(problem, role, candidate.pipeline) != "float", layout.packing
         if _flip(packing, role, integer, isa) and any(
             twin.arrangement == packing.arrangement and not _flip(twin, role, integer, isa)
             for twin in packings(packing.format)

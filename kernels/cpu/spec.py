@@ -35,7 +35,7 @@ class TileSpec:
     head_dim : int
     isa : Isa
     pipeline : str
-        ``integer`` or ``float``.
+        ``integer``, ``float``, or for values ``bfloat``.
     rows : int
         Rows of the small operand in one call.
     registers : int
@@ -55,7 +55,13 @@ class TileSpec:
 
     @property
     def integer(self) -> bool:
-        return self.pipeline == "integer"
+        """Whether codes are unpacked into 32-bit lanes of four, as dots of integers want them."""
+        return self.pipeline != "float"
+
+    @property
+    def bfloat(self) -> bool:
+        """Whether the matrix unit contracts floats of 16 bits; see `lowbit.kernels.cpu.bfloat`."""
+        return self.pipeline == "bfloat"
 
     @property
     def matrix(self) -> bool:

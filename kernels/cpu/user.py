@@ -15,7 +15,7 @@ from pathlib import Path
 from numba.core.errors import NumbaError
 
 from ..backend import Backend, Code, Rejected
-from ..candidate import Candidate
+from ..candidate import PIPELINES, Candidate
 from ..errors import CompileError, LowbitError, ProblemError
 from ..plugin import LAYOUT_NEEDED
 from ..problem import USER, Problem
@@ -60,6 +60,8 @@ class UserBackend(Backend):
     def space(self, problem: Problem, threads: int) -> Iterator[Candidate | Rejected]:
         seen: set[Candidate] = set()
         for each in self._cpu.space(self._contraction(problem), threads):
+            if (each.candidate if isinstance(each, Rejected) else each).pipeline not in PIPELINES:
+                continue
             candidate = self._usable(each.candidate if isinstance(each, Rejected) else each)
             if candidate in seen:
                 continue

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from llvmlite import ir
 
 from ..quantize import DITHER, LARGEST_WEIGHT
+from .bfloat import WeightedByUnit
 from .fold import Combine, fold
 from .keys import Key, dequantised
 from .mapping import TOKENS, Lanes, Region
@@ -37,7 +38,12 @@ SMALLEST_WEIGHT = 1e-30
 
 
 def scratch_bytes(spec: TileSpec) -> int:
-    """Bytes of scratch: codes or floats of p' of 32 tokens, then a scale and a start for each (group, row)."""
+    """Bytes of scratch: codes or floats of p' of 32 tokens, then a scale and a start for each (group, row).
+
+    The bfloat pipeline has room of its own.
+    """
+    if spec.bfloat:
+        return 0
     return max(spec.groups, 1) * spec.rows * (TOKENS * (1 if spec.integer else 4) + FACT_BYTES)
 
 
@@ -54,7 +60,8 @@ def emit_accumulate_tile(module: ir.Module, spec: TileSpec) -> ir.Function:
     names = ("words", "scales", "first", "count", "p", "stride", "scratch", "out", "out_stride")
     for argument, name in zip(function.args, names, strict=True):
         argument.name = name
-    _AccumulateTile(Emitter(ir.IRBuilder(function.append_basic_block("entry")), spec.isa), spec).build()
+    emit = Emitter(ir.IRBuilder(function.append_basic_block("entry")), spec.isa)
+    (WeightedByUnit if spec.bfloat else _AccumulateTile)(emit, spec).build()
     return function
 
 
@@ -68,6 +75,8 @@ def _steps(spec: TileSpec) -> tuple[int, int]:
 
 def accumulated_per_iteration(spec: TileSpec) -> int:
     """Codes that one iteration of the hot loop consumes: of a few channels, or of whole rows where there are few."""
+    if spec.bfloat:
+        return TOKENS * spec.plan.any.outputs
     channels, steps = _steps(spec)
     return TOKENS * (channels if steps > 2 else spec.head_dim)
 
@@ -278,12 +287,17 @@ class _AccumulateTile:
     def _by_matrix(self, region: Region, unpacker: Unpacker, first: Value) -> dict[Key, Value]:
         """Integer sums of one region, from the matrix unit; its forms need no correction."""
         emit = self.emit
-        places = self.matrix.contract(
-            region, unpacker, lambda group: (self._pair(0, emit.offset(first, 1, group)), TOKENS), lambda key: None
+        sums = self.matrix.sums
+        self.matrix.contract(
+            region,
+            unpacker,
+            lambda group: (self._pair(0, emit.offset(first, 1, group)), TOKENS),
+            lambda key: None,
+            sums,
         )
         return {
-            (row, outputs): sums_of(emit, place, row)
-            for (outputs, _), place in places.items()
+            (row, outputs): sums_of(emit, emit.at(sums, place), row)
+            for (outputs, _), place in self.matrix.places(region).items()
             for row in range(self.spec.rows)
         }
 

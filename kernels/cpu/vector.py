@@ -99,10 +99,11 @@ class Emitter:
         pointer = self.builder.bitcast(self.at(base, offset), value.type.as_pointer())
         self.builder.store(value, pointer, align=1)
 
-    def prefetch(self, base: Value, offset: int) -> None:
+    def prefetch(self, base: Value, offset: int, level: int = 2) -> None:
+        """Fetch a line into the cache of this level, 1 or 2."""
         call = self.intrinsic("llvm.prefetch.p0", VOID, [BYTES, I32, I32, I32])
         pointer = self.at(base, offset)
-        self.builder.call(call, [pointer, ir.Constant(I32, 0), ir.Constant(I32, 2), ir.Constant(I32, 1)])
+        self.builder.call(call, [pointer, ir.Constant(I32, 0), ir.Constant(I32, 4 - level), ir.Constant(I32, 1)])
 
     def prefetch_scales(self, scales: Value, groups: int, blocks: int) -> None:
         """Fetch the scales of 32 tokens, ``blocks`` blocks after those at ``scales``: a line for each group."""
