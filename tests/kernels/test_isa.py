@@ -58,7 +58,7 @@ def test_a_smaller_machine_can_be_simulated_and_a_larger_one_cannot(monkeypatch)
     ):
         detect()
     monkeypatch.setenv("LOWBIT_ISA", "mmx")
-    with pytest.raises(DeviceError, match="unknown instruction set 'mmx': known are amx_int8, avx512_vnni, avx_vnni, avx2"):
+    with pytest.raises(DeviceError, match="unknown instruction set 'mmx': known are amx_int8, avx512_vnni, "):
         detect()
 
 
