@@ -23,6 +23,7 @@ GROUP = 32
 MAX_QUERY_ROWS = 16
 MOST_HEADS = 4096
 MOST_COLUMNS = 1 << 17
+LARGEST_SOFTCAP = 1e30
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ class Problem:
             raise ProblemError(f"{name} must be a multiple of 8 from 8 to {most}, not {self.head_dim}")
         if not 1 <= self.query_rows <= MAX_QUERY_ROWS:
             raise ProblemError(f"query rows must be 1 to {MAX_QUERY_ROWS}, not {self.query_rows}")
-        if not 0 <= self.window <= 1 << 24 or not 0 <= self.softcap < math.inf:
+        if not 0 <= self.window <= 1 << 24 or not 0 <= self.softcap <= LARGEST_SOFTCAP:
             raise ProblemError(f"window and softcap cannot be {self.window} and {self.softcap}")
         if (self.window or self.softcap) and self.operator != "attend":
             raise ProblemError(f"{self.operator} has no softmax: window and softcap are for attend")

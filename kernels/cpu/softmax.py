@@ -2,7 +2,7 @@
 
 ``void softmax_tile(float *scores, i64 stride, i64 rows, i64 first, i64 last, i64 count, float *state, float *out, i64
 channels, float cap)`` turns ``scores[row·stride + i]``, in units of log2, into weights ``2^(score − maximum)`` for
-``first ≤ i < last``, and into next to nothing (`SMALLEST_EXPONENT`) elsewhere up to ``count``, a multiple of 32.
+``first ≤ i < last`` and zeros elsewhere up to ``count``, a multiple of 32.
 ``state`` holds each row's running maximum and sum; where a maximum grows, the sum and the row's ``channels`` results at
 ``out`` shrink (Milakov & Gimelshein, arXiv:1805.02867). Scores of a capped softmax come in natural units and become
 ``cap·tanh(score / cap)`` first.
@@ -25,7 +25,10 @@ HIDDEN = -1e30
 """Running maximum of a row that has seen no token, and score of a token that it does not see."""
 
 SMALLEST_EXPONENT = -100.0
-"""2 to this is nothing beside a sum of at least 1, and no product with a scale or a value of it is denormal."""
+"""2 to less than this is 0: nothing beside a sum of at least 1. No product of more with a scale or value is denormal."""
+
+SMALL_RATIO = 0.25
+"""Up to this |y| tanh y is taken from its series, within 3e-7; (1 - e) / (1 + e) would lose its digits."""
 
 LOG2_E = 1.4426950408889634
 _EXP2 = (1.0, 0.6931471824645996, 0.24022646248340607, 0.05550328642129898, 0.009618489071726799,
@@ -160,10 +163,12 @@ class _SoftmaxTile:
         emit.end(loop)
 
     def _exp2(self, x: Value) -> Value:
-        """2^x for x ≤ 0, not below 2^`SMALLEST_EXPONENT`."""
+        """2^x for x ≤ 0; 0 below `SMALLEST_EXPONENT`."""
         emit = self.emit
         lanes = self.lanes
-        x = emit.maximum(x, emit.constant(F32, lanes, SMALLEST_EXPONENT))
+        least = emit.constant(F32, lanes, SMALLEST_EXPONENT)
+        nothing = emit.builder.fcmp_ordered("<", x, least)
+        x = emit.maximum(x, least)
         shifted = emit.builder.fadd(x, emit.constant(F32, lanes, _ROUND))
         fraction = emit.builder.fsub(x, emit.builder.fsub(shifted, emit.constant(F32, lanes, _ROUND)))
         power = emit.constant(F32, lanes, _EXP2[-1])
@@ -171,10 +176,11 @@ class _SoftmaxTile:
             power = emit.fma(power, fraction, emit.constant(F32, lanes, coefficient))
         words = ir.VectorType(I32, lanes)
         exponent = emit.builder.shl(emit.builder.bitcast(shifted, words), emit.constant(I32, lanes, 23))
-        return emit.builder.bitcast(emit.builder.add(emit.builder.bitcast(power, words), exponent), power.type)
+        power = emit.builder.bitcast(emit.builder.add(emit.builder.bitcast(power, words), exponent), power.type)
+        return emit.builder.select(nothing, emit.constant(F32, lanes, 0.0), power)
 
     def _capped(self, score: Value) -> Value:
-        """cap·tanh(score / cap) in units of log2, by tanh y = sign(y)·(1 − 2e / (1 + e)), e = exp(−2|y|)."""
+        """cap·tanh(score / cap) in units of log2: tanh |y| = (1 − e) / (1 + e), e = exp(−2|y|), or its series."""
         emit = self.emit
         lanes = self.lanes
         cap = emit.splat(self.cap, lanes)
@@ -186,7 +192,14 @@ class _SoftmaxTile:
         signed = emit.builder.call(
             emit.intrinsic(f"llvm.copysign.v{lanes}f32", tanh.type, [tanh.type] * 2), [tanh, ratio]
         )
-        capped = emit.builder.fmul(emit.builder.fmul(signed, cap), emit.constant(F32, lanes, LOG2_E))
+        # tanh y = y·(1 − y²/3 + 2y⁴/15 − 17y⁶/315 …), times the score instead of y·cap, which may leave float32.
+        square = emit.builder.fmul(ratio, ratio)
+        series = emit.constant(F32, lanes, -17 / 315)
+        for coefficient in (2 / 15, -1 / 3, 1.0):
+            series = emit.fma(series, square, emit.constant(F32, lanes, coefficient))
+        small = emit.builder.fcmp_ordered("<", size, emit.constant(F32, lanes, SMALL_RATIO))
+        capped = emit.builder.select(small, emit.builder.fmul(score, series), emit.builder.fmul(signed, cap))
+        capped = emit.builder.fmul(capped, emit.constant(F32, lanes, LOG2_E))
         # Hidden tokens stay hidden: no cap lifts them to where a visible score could be.
         hidden = emit.builder.fcmp_ordered("<", score, emit.constant(F32, lanes, HIDDEN / 2))
         return emit.builder.select(hidden, score, capped)

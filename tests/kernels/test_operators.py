@@ -336,7 +336,7 @@ def test_windows_hide_all_but_the_latest_tokens(window, precision, pipeline):
         check(problem(shape), candidate(problem(shape), *layouts, pipeline=pipeline, block=32, splits=splits), tokens)
 
 
-@pytest.mark.parametrize("softcap", [0.5, 20.0, 5000.0])
+@pytest.mark.parametrize("softcap", [1e-3, 0.5, 20.0, 5000.0, 1e6, 1e10, 1e30])
 @pytest.mark.parametrize("pipeline", ["integer", "float"])
 def test_soft_caps_bound_the_scores(softcap, pipeline):
     for shape in (f"attend h6/2 d64 q1 w8a8 softcap {softcap}", f"attend h6/2 d64 q4 w8a8 window 40 softcap {softcap}"):
@@ -353,3 +353,16 @@ def test_keys_and_values_of_different_formats(precision, pipeline):
     v = "T/32 D/16 t32/8 d16 t8 | " + names[p.stored("v").format].format("signed")
     for tokens in (1, 31, 65):
         check(p, candidate(p, k, v, pipeline=pipeline, splits=2), tokens)
+
+
+@pytest.mark.parametrize("precision, pipeline", [("fp16", "float"), ("w8a8", "integer"), ("w8a8", "float")])
+@pytest.mark.parametrize("head_dim", [8, 16, 32])
+def test_hidden_tokens_weigh_nothing_at_all(head_dim, precision, pipeline):
+    """One visible token with values of zero beside stored tokens that are not: the result is zero, not almost."""
+    p = problem(f"attend h2/2 d{head_dim} q1 {precision}")
+    name = "fp16" if precision == "fp16" else "int8/bytes/signed"
+    chosen = candidate(p, f"T/32 D t32 | {name}", f"T/32 D t32 | {name}", pipeline="float")
+    operands = make_operands(p, 64)
+    kernel = CpuBackend().compile(p, chosen)
+    assert not operands.v.codes[:, 0].any()
+    np.testing.assert_array_equal(kernel(*packed_operands(p, chosen, operands), tokens=1), 0)
