@@ -177,6 +177,8 @@ class TuneReport:
         Candidates that contention or the budget kept from being measured; a later run measures them.
     noisy : list of str
         What could not be decided because of contention, and was predicted.
+    undecided : list of str
+        What has no winner: the time was up before anything of it was predicted or measured.
     """
 
     device: dict[str, Any]
@@ -191,6 +193,7 @@ class TuneReport:
     tainted: int = 0
     unmeasured: int = 0
     noisy: list[str] = field(default_factory=list)
+    undecided: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         """The object that ``--json`` prints."""
@@ -210,6 +213,7 @@ class TuneReport:
                 "tainted": self.tainted,
                 "unmeasured": self.unmeasured,
                 "too_noisy": self.noisy,
+                "undecided": self.undecided,
             },
             "db": str(self.db),
         }

@@ -251,6 +251,9 @@ class _Run:
         if predicted_us is not None and not 0 < predicted_us < math.inf:
             predicted_us = None
             choice = replace(choice, predicted_us=None)
+        if measurement is None and predicted_us is None:
+            self.report.undecided.append(f"{each.problem.key}, {each.tokens} {each.problem.length_name}")
+            return
         decision = Decision(each.problem.key, each.tokens, choice, self._bandwidth_share(each, choice, calibration))
         self.report.decisions.append(decision)
         measured: dict[str, Any] = {}

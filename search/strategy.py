@@ -193,8 +193,8 @@ def measured_choice(
     if len(finalists) > 1 and not session.exhausted:
         contest.update({m.candidate: m for m in session.measure(finalists, parameters.final, final=True)})
     winners = settle(list(contest.values()), session.candidates, session.predicted_us)
-    alone = [m.candidate for m in winners] == [session.baseline] and len(session.candidates) > 1
-    if not winners or (alone and not any(m.status in TIMED for name, m in contest.items() if name != session.baseline)):
+    opponents = [m for name, m in contest.items() if name != session.baseline and m.status in TIMED]
+    if not winners or (not opponents and len(session.candidates) > 1):
         # A baseline that found no opponent, for noise or lack of time, has won nothing.
         faulty = frozenset(name for name, m in newest.items() if m.status not in TIMED)
         return predicted_choice(session, baseline, faulty)

@@ -29,8 +29,10 @@ class Verify(Strategy):
 
     def choose(self, session: Session, parameters: Parameters) -> Choice:
         measured: dict[str, Measurement] = {}
+        shortlisted: set[str] = set()
         yardstick = replace(parameters.screen, slow_factor=None)
         for names in _shortlists(_first_of_each_layout(session), parameters.top_k):
+            shortlisted.update(names)
             wanted = list(dict.fromkeys([*names, session.baseline]))
             measured.update({m.candidate: m for m in session.measure(wanted, yardstick)})
             for _ in range(SECOND_CHANCES):
@@ -39,7 +41,9 @@ class Verify(Strategy):
             if session.exhausted or working:
                 break
         if not session.exhausted:
-            siblings = _siblings(session, measured)
+            # A baseline that is on no shortlist is a yardstick: its schedules are nobody's opponents.
+            yardsticks = {session.baseline} - shortlisted
+            siblings = _siblings(session, {name: m for name, m in measured.items() if name not in yardsticks})
             measured.update({m.candidate: m for m in session.measure(siblings, parameters.screen)})
         return measured_choice(session, list(measured.values()), parameters, "verified")
 

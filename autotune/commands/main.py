@@ -167,5 +167,7 @@ def print_report(report: TuneReport) -> None:
             "the same command goes on where this one stopped",
             err=True,
         )
+    if report.undecided:
+        click.echo(f"no winner, the time was up before anything was predicted: {'; '.join(report.undecided)}", err=True)
     if report.noisy:
         click.echo(f"predicted only, the machine was too busy: {'; '.join(report.noisy)}", err=True)

@@ -181,9 +181,11 @@ def test_a_prediction_leaves_a_measured_winner_alone(db: Path) -> None:
     assert second.provenance == "predicted"
 
 
-def test_without_budget_the_prediction_decides(db: Path) -> None:
+def test_what_was_neither_predicted_nor_measured_has_no_winner(db: Path) -> None:
     report = tune([PROBLEM], TOKENS, options(db, budget_s=1e-9))
-    assert [d.choice.provenance for d in report.decisions] == ["predicted", "predicted"]
+    assert report.decisions == [] and winners(db) == []
+    assert report.undecided == [f"{PROBLEM.key}, {tokens} tokens" for tokens in TOKENS]
+    assert report.as_dict()["rounds"]["undecided"] == report.undecided
     assert measurement_rows(db) == 0
     candidates, _ = fake_space()
     assert report.as_dict()["space"]["unpredicted"] == {"not counted within the budget": len(candidates)}
