@@ -25,7 +25,7 @@ class SearchInputs(Session):
     def devices(self) -> dict[str, dict[str, Any]]:
         """Descriptions by fingerprint; empty for a device that was measured but never described."""
         rows = self._rows("SELECT fingerprint, description FROM devices ORDER BY id")
-        return {row["fingerprint"]: json.loads(row["description"]) for row in rows}
+        return {row["fingerprint"]: self._parsed(row["description"]) for row in rows}
 
     def put_calibration(self, device: str, threads: int, payload: Mapping[str, Any], toolchain: str) -> None:
         """Keep a calibration beside earlier ones."""
@@ -48,7 +48,7 @@ class SearchInputs(Session):
                WHERE d.fingerprint = ? AND threads = ? ORDER BY calibrations.id DESC LIMIT 1""",
             (device, threads),
         )
-        return json.loads(rows[0]["payload"]) if rows else None
+        return self._parsed(rows[0]["payload"]) if rows else None
 
     def put_space(
         self, problem: str, device: str, candidates: Sequence[str], rejected: Sequence[tuple[str, str]]
@@ -101,7 +101,7 @@ class SearchInputs(Session):
                ORDER BY tiles.id""",
             {"toolchain": toolchain, "symbols": None if symbols is None else json.dumps(list(symbols))},
         )
-        return {row["symbol"]: json.loads(row["payload"]) for row in rows}
+        return {row["symbol"]: self._parsed(row["payload"]) for row in rows}
 
     def put_features(
         self,
@@ -138,7 +138,7 @@ class SearchInputs(Session):
                ORDER BY features.id""",
             {**ids, "tokens": tokens},
         )
-        return {row["name"]: json.loads(row["payload"]) for row in rows}
+        return {row["name"]: self._parsed(row["payload"]) for row in rows}
 
 
 def _json(payload: Mapping[str, Any]) -> str:

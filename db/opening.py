@@ -50,7 +50,7 @@ def open_for_tuning(path: Path) -> Database:
         db.conn.execute("PRAGMA synchronous = NORMAL")
         migrate(db)
         db.conn.execute("PRAGMA foreign_keys = ON")
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeError) as error:
         db.close()
         raise DatabaseError(f"{path} cannot be opened: {error}") from error
     except DatabaseError as error:
@@ -79,14 +79,27 @@ def open_for_reading(path: Path) -> Database:
     version = _inspect(path)
     if version == 0:
         raise DatabaseError(f"{path} holds no tuning results: tune into it first")
+    try:
+        return _readable(path, version)
+    except (sqlite3.Error, UnicodeError) as error:
+        raise DatabaseError(f"{path} cannot be opened: {error}") from error
+    except DatabaseError as error:
+        raise DatabaseError(f"{path}: {error}") from error
+
+
+def _readable(path: Path, version: int) -> Database:
     db = _wrap(_reader(path))
-    if version < SCHEMA_VERSION:
-        copy = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-        db.conn.backup(copy)
+    try:
+        if version < SCHEMA_VERSION:
+            copy = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+            db.conn.backup(copy)
+            db.close()
+            db = _wrap(copy)
+            migrate(db)
+        db.conn.execute("PRAGMA query_only = ON")
+    except BaseException:
         db.close()
-        db = _wrap(copy)
-        migrate(db)
-    db.conn.execute("PRAGMA query_only = ON")
+        raise
     return db
 
 
@@ -132,6 +145,8 @@ def _judge(path: Path) -> int:
             raise DatabaseError(
                 f"{path} has schema {version}, newer than the {SCHEMA_VERSION} this release knows: upgrade lowbit"
             )
+        if not _is_logged(path) and path.stat().st_size % pragma(db, "page_size"):
+            raise DatabaseError(f"{path} is corrupt: its last page is cut off")
         found = db.conn.execute("PRAGMA quick_check(1)").fetchone()[0]
         if found != "ok":
             raise DatabaseError(f"{path} is corrupt: {found.splitlines()[-1]}")
@@ -142,7 +157,7 @@ def _judge(path: Path) -> int:
                 "open it once where it can be written"
             ) from error
         raise DatabaseError(f"{path} cannot be read: {error}") from error
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeError) as error:
         raise DatabaseError(f"{path} is corrupt: {error}") from error
     finally:
         db.close()
@@ -151,9 +166,12 @@ def _judge(path: Path) -> int:
 
 def _reader(path: Path) -> sqlite3.Connection:
     # Without `immutable`, reading a WAL file creates a log beside it, and fails where that is not allowed.
+    return _connect(path, "mode=ro" if _is_logged(path) else "mode=ro&immutable=1")
+
+
+def _is_logged(path: Path) -> bool:
     log = _log(path)
-    logged = log.exists() and log.stat().st_size > 0
-    return _connect(path, "mode=ro" if logged else "mode=ro&immutable=1")
+    return log.exists() and log.stat().st_size > 0
 
 
 def _connect(path: Path, parameters: str) -> sqlite3.Connection:

@@ -20,10 +20,12 @@ def is_gone(process: str | None) -> bool:
     """Whether ``process``, from `this_process`, has certainly ended: False for one of another machine, or unknown."""
     import psutil
 
-    machine, _, rest = (process or "").rpartition("/")[0].rpartition("/")
+    if not isinstance(process, str):
+        return False
+    machine, _, rest = process.rpartition("/")[0].rpartition("/")
     if not rest.isdecimal() or machine != platform.node():
         return False
-    started = (process or "").rpartition("/")[2]
+    started = process.rpartition("/")[2]
     try:
         return bool(abs(psutil.Process(int(rest)).create_time() - float(started)) > _CLOCK_S)
     except psutil.NoSuchProcess:

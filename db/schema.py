@@ -277,5 +277,5 @@ def migrate(db: Database, migrations: Sequence[Migration] = MIGRATIONS) -> None:
                         raise DatabaseError("rows would refer to nothing")
                     db.conn.execute(f"PRAGMA application_id = {APPLICATION_ID}")
                     db.conn.execute(f"PRAGMA user_version = {version + 1}")
-        except (Error, DatabaseError) as error:
+        except (Error, UnicodeError, ValueError, DatabaseError) as error:
             raise DatabaseError(f"cannot migrate from schema {version} to {version + 1}: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -77,7 +78,7 @@ class Session:
             try:
                 with write(self._db):
                     yield self._db
-            except sqlite3.Error as error:
+            except (sqlite3.Error, UnicodeError) as error:
                 self._names.forget()
                 raise DatabaseError(f"{self.path} cannot be written: {error}") from error
             except BaseException:
@@ -89,16 +90,39 @@ class Session:
             try:
                 cursor = self._db.conn.execute(sql, parameters)
                 columns = [column[0] for column in cursor.description]
-                return [dict(zip(columns, row, strict=True)) for row in cursor]
-            except sqlite3.Error as error:
+                rows = [dict(zip(columns, row, strict=True)) for row in cursor]
+            except (sqlite3.Error, UnicodeError) as error:
                 raise DatabaseError(f"{self.path} cannot be read: {error}") from error
+        for row in rows:
+            for column, value in row.items():
+                if isinstance(value, bytes):
+                    raise DatabaseError(f"{self.path} is corrupt: a {column} is no text")
+        return rows
+
+    def _parsed(self, text: Any) -> dict[str, Any]:
+        """A stored JSON object."""
+        try:
+            found = json.loads(text)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise DatabaseError(f"{self.path} is corrupt: stored JSON cannot be read: {error}") from error
+        if not isinstance(found, dict):
+            raise DatabaseError(f"{self.path} is corrupt: stored JSON is no object")
+        return found
+
+    @contextmanager
+    def _decoding(self) -> Iterator[None]:
+        """Name the file where what is stored in it makes no record."""
+        try:
+            yield
+        except (DatabaseError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
+            raise DatabaseError(f"{self.path} is corrupt: {error}") from error
 
     def _ids(self, **names: str) -> dict[str, int] | None:
         """Ids by the singular of their table; None if one of the names is unknown, so that nothing can match."""
         with self._lock:
             try:
                 found = {key: self._names.find(f"{key}s", name) for key, name in names.items()}
-            except sqlite3.Error as error:
+            except (sqlite3.Error, UnicodeError, TypeError, ValueError) as error:
                 raise DatabaseError(f"{self.path} cannot be read: {error}") from error
         known = {key: id_ for key, id_ in found.items() if id_ is not None}
         return known if len(known) == len(names) else None

@@ -98,7 +98,8 @@ class Store(SearchInputs):
         if ids is None:
             return []
         rows = self._rows(_MEASUREMENTS, {**ids, "tokens": tokens, "protocol": protocol})
-        return [Measurement(**row) for row in rows]
+        with self._decoding():
+            return [Measurement(**row) for row in rows]
 
     def put_winner(self, winner: Winner) -> bool:
         """Keep a winner; returns False, and changes nothing, if `may_replace` says that the stored one stands.
@@ -141,7 +142,8 @@ class Store(SearchInputs):
     def winners(self, device: str | None = None, problem: str | None = None) -> list[Winner]:
         """Winners of every toolchain, by problem and context length."""
         rows = self._rows(_WINNERS, {"device": device, "problem": problem})
-        return [Winner(**{**row, "tied": tuple(json.loads(row["tied"]))}) for row in rows]
+        with self._decoding():
+            return [Winner(**{**row, "tied": tuple(json.loads(row["tied"]))}) for row in rows]
 
     def _place(self, record: Measurement | Winner) -> dict[str, int]:
         return {

@@ -46,6 +46,16 @@ def torn(path: Path) -> None:
     path.write_bytes(content)
 
 
+def cut_off(path: Path) -> None:
+    os.truncate(path, tuned(path).stat().st_size - 100)
+
+
+def no_utf8_in_schema(path: Path) -> None:
+    content = tuned(path).read_bytes()
+    assert b"CREATE TABLE devices" in content
+    path.write_bytes(content.replace(b"CREATE TABLE devices", b"CREATE TABLE\xff\xfedevices"))
+
+
 def other_application(path: Path) -> None:
     foreign(path)
 
@@ -83,6 +93,8 @@ REFUSED: list[tuple[Callable[[Path], None], str]] = [
     (short, "is corrupt"),
     (truncated, "is corrupt"),
     (torn, "is corrupt"),
+    (cut_off, "is corrupt: its last page is cut off"),
+    (no_utf8_in_schema, "is corrupt"),
     (other_application, "is another application's SQLite database"),
     (other_application_id, "is another application's SQLite database"),
     (newer, f"has schema {SCHEMA_VERSION + 1}, newer than the {SCHEMA_VERSION}"),
