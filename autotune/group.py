@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from typing import Any
@@ -13,6 +14,8 @@ from ..kernels.errors import LowbitError
 
 INTERRUPTED = 130
 PIPE_CLOSED = 141
+_WRITE_FAILURES = (errno.ENOSPC, errno.EIO, errno.EFBIG, errno.EBADF, getattr(errno, "EDQUOT", errno.ENOSPC))
+"""What writing to a stream that names no file fails with."""
 
 EXIT_STATUSES = """\
 \b
@@ -38,6 +41,9 @@ class Commands(click.Group):
     def main(self, *args: Any, **extra: Any) -> Any:
         """Run and exit. Only an error in this program itself gets a traceback."""
         extra["standalone_mode"] = False
+        if sys.stdout is None:
+            # Its descriptor is free: the next file that is opened would get it.
+            sys.exit(_fail("standard output is closed", 1))
         try:
             status = super().main(*args, **extra)
         except click.ClickException as error:
@@ -48,9 +54,13 @@ class Commands(click.Group):
             # click turns the interrupt into an Abort; what it was says whether anything is lost.
             status = _fail(str(interrupt.__cause__ or interrupt) or "interrupted", INTERRUPTED)
         except OSError as error:
-            if error.filename is None:
+            if error.filename is not None:
+                status = _fail(f"{error.filename}: {error.strerror}", 1)
+            elif error.errno in _WRITE_FAILURES:
+                _give_output_up()
+                status = _fail(f"the output cannot be written: {error.strerror}", 1)
+            else:
                 raise
-            status = _fail(f"{error.filename}: {error.strerror}", 1)
         sys.exit(status if isinstance(status, int) else 0)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -59,8 +69,7 @@ class Commands(click.Group):
             result = super().invoke(ctx)
             sys.stdout.flush()
         except BrokenPipeError:
-            # Python flushes stdout once more when it exits; that must not fail again.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _give_output_up()
             ctx.exit(PIPE_CLOSED)
         return result
 
@@ -78,6 +87,11 @@ def refuse_own_options(ctx: click.Context) -> None:
             raise click.UsageError(
                 f"{parameter.opts[0]} stands before '{ctx.invoked_subcommand}', where it has no effect: write it after"
             )
+
+
+def _give_output_up() -> None:
+    """Python flushes stdout once more when it exits; that must not fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(message: str, status: int) -> int:

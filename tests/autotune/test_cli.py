@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -175,6 +176,28 @@ def test_a_closed_pipe_ends_quietly() -> None:
         os.close(writer)
     assert done.returncode == 141
     assert done.stderr == ""
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device here is always full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", [("cache", "info"), ("cache", "info", "--json"), ("--help",), ("cache", "--help")])
+def test_output_that_cannot_be_written_is_one_line(words: tuple[str, ...], unbuffered: str) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*COMMAND, *words], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr == f"error: the output cannot be written: {os.strerror(errno.ENOSPC)}\n"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="closes a descriptor as POSIX shells do")
+@pytest.mark.parametrize("words", ["cache info", "cache info --json", "--help"])
+def test_closed_output_is_one_line(words: str) -> None:
+    script = f'exec "$0" -m lowbit.autotune {words} >&-'
+    done = subprocess.run(["sh", "-c", script, sys.executable], stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr == "error: standard output is closed\n"
 
 
 def test_tables_print_where_the_terminal_knows_ascii_only() -> None:
