@@ -58,7 +58,9 @@ def clear(as_json: bool) -> None:
     from ...kernels.cpu.code_files import clear as delete
     from ...kernels.cpu.code_files import directory
 
-    path, deleted = directory(), delete()
+    path, (deleted, left) = directory(), delete()
+    for each in left:
+        click.echo(f"warning: not deleted: {each}", err=True)
     if as_json:
         print_json({"directory": str(path) if path else None, "deleted": deleted})
     else:

@@ -163,18 +163,23 @@ def stored() -> list[Stored]:
     return []
 
 
-def clear() -> int:
-    """Delete all files of the cache, and say how many there were.
+def clear() -> tuple[int, list[str]]:
+    """Delete all files of the cache: how many there were, and what could not be deleted, each with the reason.
 
     Raises
     ------
     OSError
-        If one cannot be deleted.
+        If the directory is there but cannot be read.
     """
-    files = stored()
-    for each in files:
-        each.path.unlink(missing_ok=True)
-    return len(files)
+    deleted, left = 0, []
+    for each in stored():
+        try:
+            each.path.unlink(missing_ok=True)
+            deleted += 1
+        except OSError as error:
+            reason = "it is a directory" if each.path.is_dir() and not each.path.is_symlink() else error.strerror
+            left.append(f"{each.path}: {reason}")
+    return deleted, left
 
 
 def sweep(path: Path) -> None:

@@ -38,6 +38,16 @@ def test_clear(place: Path) -> None:
     assert run("clear") == "0 compiled kernels deleted\n"
 
 
+def test_clear_skips_what_it_cannot_delete(place: Path) -> None:
+    odd = place / file_name(b"\xff" * 32)
+    odd.mkdir()
+    result = CliRunner().invoke(autotune, ["cache", "clear", "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["deleted"] == 3
+    assert result.stderr == f"warning: not deleted: {odd}: it is a directory\n"
+    assert sorted(each.name for each in place.iterdir()) == sorted([odd.name, "notes.txt"])
+
+
 def test_off(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CACHE_VARIABLE, "off")
     assert json.loads(run("info", "--json"))["directory"] is None

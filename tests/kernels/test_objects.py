@@ -250,12 +250,12 @@ def test_the_least_recently_used_files_go_first(place: Path, monkeypatch: pytest
 
 
 def test_clear_deletes_the_files_and_nothing_else(place: Path) -> None:
-    assert code_files.clear() == 0
+    assert code_files.clear() == (0, [])
     for number in range(3):
         _Objects().addresses(Key(("f",), (str(number),)), lambda number=number: adding(number))
     (place / "notes.txt").write_text("not of the cache")
     assert sum(each.size_bytes for each in code_files.stored()) > 0
-    assert code_files.clear() == 3
+    assert code_files.clear() == (3, [])
     assert [each.name for each in place.iterdir()] == ["notes.txt"]
 
 
