@@ -249,7 +249,7 @@ class Shape:
         for precision in precisions:
             for matrix in matrices(self.model, self.rows, self.columns):
                 problem = Problem("gemv", 1, 1, matrix.columns, precision, 1 if self.vectors is None else self.vectors)
-                work[problem] = (*work.get(problem, ()), check_tokens(matrix.rows))
+                work[problem] = (*work.get(problem, ()), check_tokens(matrix.rows, "rows"))
         return work
 
 

@@ -78,7 +78,9 @@ def tune(
         On SIGINT and SIGTERM.
     """
     each = tokens if isinstance(tokens, Mapping) else dict.fromkeys(problems, tokens)
-    work = {problem: sorted({check_tokens(count) for count in each[problem]}) for problem in problems}
+    work = {
+        problem: sorted({check_tokens(count, problem.length_name) for count in each[problem]}) for problem in problems
+    }
     for plugin in options.plugins:
         importlib.import_module(plugin)
     backend = resolve_backend(options.device)

@@ -17,7 +17,20 @@ BFLOAT = "bfloat"
 """A pipeline for many rows where a matrix unit multiplies floats of 16 bits: keys are contracted in integers, values
 under weights of 8 significant bits. Codes of 8 bits are exact in such floats."""
 
-_SCHEDULE = re.compile(r"rows (\d+), registers (\d+), block (\d+), splits (\d+), prefetch (\d+), threads (\d+)")
+_SCHEDULE = re.compile(
+    r"rows (\d{1,18}), registers (\d{1,18}), block (\d{1,18}), "
+    r"splits (\d{1,18}), prefetch (\d{1,18}), threads (\d{1,18})"
+)
+
+SCHEDULE_BOUNDS = {
+    "rows": (1, 64),
+    "registers": (1, 64),
+    "block": (32, 1 << 20),
+    "splits": (1, 1 << 16),
+    "prefetch": (0, 4096),
+    "threads": (1, 256),
+}
+"""Least and most of each count of a schedule."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +55,7 @@ class Schedule:
     Raises
     ------
     LayoutError
-        For a count below 1 (``prefetch``: below 0) or a block that is no multiple of 32.
+        For a count outside `SCHEDULE_BOUNDS`, or a block that is no multiple of 32.
     """
 
     rows: int
@@ -53,16 +66,9 @@ class Schedule:
     threads: int
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("rows", 1),
-            ("registers", 1),
-            ("block", 32),
-            ("splits", 1),
-            ("prefetch", 0),
-            ("threads", 1),
-        ):
-            if getattr(self, name) < least:
-                raise LayoutError(f"a schedule's {name} must be at least {least}, not {getattr(self, name)}")
+        for name, (least, most) in SCHEDULE_BOUNDS.items():
+            if not least <= getattr(self, name) <= most:
+                raise LayoutError(f"a schedule's {name} must be {least} to {most}, not {getattr(self, name)}")
         if self.block % 32:
             raise LayoutError(f"a schedule's block must be a multiple of 32 tokens, not {self.block}")
 

@@ -26,8 +26,11 @@ from .packing import Int, Packing, packing_named
 
 TOKEN, CHANNEL = "T", "D"
 HEAD_ALIGNMENT_BYTES = 64
+LARGEST_PAD_OR_FOLD = 1 << 24
 
-_FACTOR = re.compile(r"(?:(?P<outer>[TD])(?:/(?P<unit>\d+))?|(?P<inner>[td])(?P<block>\d+)(?:/(?P<step>\d+))?)")
+_FACTOR = re.compile(
+    r"(?:(?P<outer>[TD])(?:/(?P<unit>\d{1,18}))?|(?P<inner>[td])(?P<block>\d{1,18})(?:/(?P<step>\d{1,18}))?)"
+)
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,8 @@ class Layout:
     Raises
     ------
     LayoutError
-        If the factors do not cover each axis exactly once.
+        If the factors do not cover each axis exactly once, or a pad or fold is negative or beyond
+        `LARGEST_PAD_OR_FOLD`.
     """
 
     factors: tuple[Factor, ...]
@@ -103,6 +107,10 @@ class Layout:
                     raise LayoutError(f"{self.order!r}: {factor} has no whole number of units")
         if self.pad_bytes < 0 or self.fold_rows < 0:
             raise LayoutError("pad and fold cannot be negative")
+        if self.pad_bytes > LARGEST_PAD_OR_FOLD or self.fold_rows > LARGEST_PAD_OR_FOLD:
+            raise LayoutError(
+                f"pad and fold must be at most {LARGEST_PAD_OR_FOLD}, not {self.pad_bytes} and {self.fold_rows}"
+            )
         if self.pad_bytes * 8 % self.packing.bits:
             raise LayoutError(f"a pad of {self.pad_bytes} bytes is no whole number of {self.packing.format} codes")
 
@@ -141,6 +149,8 @@ class Layout:
                 raise LayoutError(f"{name!r}: unknown option {option!r}")
             if key in options:
                 raise LayoutError(f"{name!r}: {key} is given twice")
+            if len(value) > 18:
+                raise LayoutError(f"{key} must be at most {LARGEST_PAD_OR_FOLD}, not a number of {len(value)} digits")
             options[key] = int(value)
         factors = tuple(map(Factor.parse, order.split()))
         return cls(factors, packing_named(rest[0]), options.get("pad", 0), options.get("fold", 0))

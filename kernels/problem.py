@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass, replace
 from numbers import Integral
@@ -109,7 +108,8 @@ class Problem:
         if any(name not in PRECISIONS for name in names):
             raise ProblemError(f"unknown precision {self.precision!r}: choose one of {', '.join(PRECISIONS)}")
         if len(names) > (2 if self.operator == "attend" or user else 1):
-            raise ProblemError(f"{self.precision}: attend takes one or two precisions, {self.operator} one")
+            takes = "one or two precisions, keys' and values'" if self.operator == "attend" or user else "one precision"
+            raise ProblemError(f"{self.operator} takes {takes}, not {self.precision}")
         if len(names) == 2 and names[0] == names[1]:
             object.__setattr__(self, "precision", names[0])
         for name in ("heads", "kv_heads", "head_dim", "query_rows", "window"):
@@ -128,7 +128,8 @@ class Problem:
             name = "columns" if self.operator == "gemv" else "head_dim"
             raise ProblemError(f"{name} must be a multiple of 8 from 8 to {most}, not {self.head_dim}")
         if not 1 <= self.query_rows <= MAX_QUERY_ROWS:
-            raise ProblemError(f"query rows must be 1 to {MAX_QUERY_ROWS}, not {self.query_rows}")
+            name = "vectors" if self.operator == "gemv" else "query rows"
+            raise ProblemError(f"{name} must be 1 to {MAX_QUERY_ROWS}, not {self.query_rows}")
         if not 0 <= self.window <= 1 << 24 or not 0 <= self.softcap <= LARGEST_SOFTCAP:
             raise ProblemError(f"window and softcap cannot be {self.window} and {self.softcap}")
         if (self.window or self.softcap) and self.operator != "attend":
@@ -218,10 +219,10 @@ class Problem:
         return replace(self, operator=operator)
 
 
-def check_tokens(tokens: int) -> int:
-    """Return ``tokens`` if it is a context length, else raise `ProblemError`."""
+def check_tokens(tokens: int, name: str = "tokens") -> int:
+    """Return ``tokens`` if it is a context length, or a matrix's number of ``rows``, else raise `ProblemError`."""
     if isinstance(tokens, bool) or not isinstance(tokens, Integral):
-        raise ProblemError(f"tokens must be a whole number, not {tokens!r}")
+        raise ProblemError(f"{name} must be a whole number, not {tokens!r}")
     if not 1 <= tokens <= 1 << 24:
-        raise ProblemError(f"tokens must be 1 to {1 << 24}, not {tokens}")
+        raise ProblemError(f"{name} must be 1 to {1 << 24}, not {tokens}")
     return int(tokens)

@@ -75,6 +75,12 @@ class Case:
             total += rows * (problem.head_dim * problem.stored(role).bits // 8 + 2 * problem.scale_groups(role))
         return total
 
+    @property
+    def memory_bytes(self) -> int:
+        """Least memory that preparing the operands takes: codes, one or two bytes each, and what is packed of them."""
+        codes = sum(self.values * (2 if self.format(role) == "fp16" else 1) for role in self.problem.roles)
+        return codes + self.nbytes
+
     def parts(self) -> Iterator[Part]:
         """Every row once, in order, in parts of at most `PART_VALUES` values."""
         step = max(PART_VALUES // self.problem.head_dim // GROUP * GROUP, GROUP)
@@ -89,10 +95,13 @@ def precision_for(formats: str) -> str:
     Raises
     ------
     ProblemError
-        For a format that does not exist.
+        For a format that does not exist, or more than two.
     """
-    names = []
-    for name in formats.split("+"):
+    names: list[str] = []
+    words = formats.split("+")
+    if len(words) > 2:
+        raise ProblemError(f"--kv takes one format, or keys' and values' with a + between, not {formats}")
+    for name in words:
         if name not in PRECISION_OF:
             raise ProblemError(f"unknown format {name!r}: choose from {', '.join(PRECISION_OF)}")
         names.append(PRECISION_OF[name])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from ...kernels.errors import ProblemError
+from ...kernels.errors import CompileError, LowbitError, ProblemError
 from ...kernels.problem import PRECISIONS, Problem, check_tokens
 from .. import options
 from ..bench.case import Case, precision_for
@@ -20,6 +20,7 @@ from ..output import print_json
 from ..progress import progress_on
 
 if TYPE_CHECKING:
+    from ...kernels.candidate import Candidate
     from ..bench.outcome import Outcome
 
 MODELS = ("llama-3.2-1b", "smollm2-135m")
@@ -149,7 +150,7 @@ def gemv(
       autotune bench gemv --model llama-3.2-1b,smollm2-135m --precision w8a8,w4a8
     """
     cases = [
-        Case(Problem("gemv", 1, 1, matrix.columns, each, vectors), check_tokens(matrix.rows), matrix.name)
+        Case(Problem("gemv", 1, 1, matrix.columns, each, vectors), check_tokens(matrix.rows, "rows"), matrix.name)
         for matrix in _matrices(models, rows, columns)
         for each in precision
     ]
@@ -213,6 +214,7 @@ def _compare(
     from ..bench.table import print_outcome
     from ..bench.winners import winners
 
+    _require_memory(cases)
     names = impls or tuple(default)
     for name in names:
         _refuse_unknown(name, default)
@@ -221,7 +223,9 @@ def _compare(
     chosen: dict[Case, str] = {}
     with progress_on(sys.stderr) as progress:
         if "lowbit" in names and candidate is not None:
-            chosen = dict.fromkeys(cases, Candidate.parse(candidate).name)
+            given = Candidate.parse(candidate)
+            _require_compilable(cases, given)
+            chosen = dict.fromkeys(cases, given.name)
         elif "lowbit" in names:
             path = options.database_for_tuning(database)
             chosen = winners(cases, path, device, count, protocol, progress, _say)
@@ -232,6 +236,32 @@ def _compare(
         print_json(report)
     else:
         print_outcome(report)
+
+
+def _require_memory(cases: Sequence[Case]) -> None:
+    import psutil
+
+    available = int(psutil.virtual_memory().available)
+    for case in cases:
+        if case.memory_bytes > available:
+            raise ProblemError(
+                f"{case.key}: operands of {case.memory_bytes / 2**30:,.1f} GiB do not fit in memory, "
+                f"of which {available / 2**30:,.1f} GiB are free"
+            )
+
+
+def _require_compilable(cases: Sequence[Case], candidate: Candidate) -> None:
+    """Compile what was asked for once for each problem: a worker could only say that its contestant failed."""
+    from ...kernels.backend import backend_named
+
+    backend = backend_named("cpu")
+    for problem in dict.fromkeys(case.problem for case in cases):
+        try:
+            backend.compile(problem, candidate)
+        except LowbitError as error:
+            raise type(error)(f"--candidate does not fit {problem.key}: {error}") from error
+        except Exception as error:
+            raise CompileError(f"--candidate cannot be compiled for {problem.key}: {error}") from error
 
 
 def _refuse_unknown(name: str, known: Sequence[str]) -> None:

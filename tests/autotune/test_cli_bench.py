@@ -124,6 +124,31 @@ def test_a_given_candidate_needs_no_database(asked: Recorder, tmp_path: Path) ->
     assert asked.names == ["lowbit", "numpy"]
 
 
+ROWS = "K: T D | int8/bytes/signed"
+SCHEDULE = "rows 1, registers 1, block 64, splits 1, prefetch 0, threads 1"
+
+
+@pytest.mark.parametrize(
+    ("kv", "name", "status", "said"),
+    [
+        ("int8", f"{ROWS}; integer; {SCHEDULE}", 4, "needs other operands than k"),
+        ("int4", f"{ROWS}; V: T D | int8/bytes/signed; integer; {SCHEDULE}", 4, "holds int8"),
+        ("int8", f"{ROWS} | fold 8; V: T D | int8/bytes/signed; integer; {SCHEDULE}", 4, "folds are for textures"),
+        ("int8", f"{ROWS}; V: T D | int8/bytes/signed; integer; {SCHEDULE.replace('64', '64000000')}", 2, "block"),
+        ("int8", f"{ROWS} | pad 99999999; V: T D | int8/bytes/signed; integer; {SCHEDULE}", 2, "pad"),
+    ],
+)
+def test_a_candidate_that_cannot_compile_is_refused_before_anything_runs(
+    asked: Recorder, kv: str, name: str, status: int, said: str
+) -> None:
+    result = run("attention", "--tokens", "64", "--kv", kv, "--candidate", name, "--impl", "lowbit")
+    assert result.exit_code == status, result.output
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert said in line
+    assert not hasattr(asked, "cases")
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -136,8 +161,12 @@ def test_a_given_candidate_needs_no_database(asked: Recorder, tmp_path: Path) ->
         (("attention", "--candidate", "nonsense"), "not a candidate's name"),
         (("gemv", "--rows", "8"), "needs both --rows and --columns"),
         (("gemv", "--model", "smollm2-135m", "--rows", "8", "--columns", "8"), "--model excludes"),
-        (("gemv", "--vectors", "17"), "17"),
-        (("gemv", "--precision", "w8a8+w4a8"), "gemv"),
+        (("gemv", "--vectors", "17"), "vectors must be 1 to 16, not 17"),
+        (("gemv", "--rows", "0", "--columns", "8"), "rows must be 1 to 16777216, not 0"),
+        (("gemv", "--rows", "16777216", "--columns", "131072"), "do not fit in memory"),
+        (("attention", "--kv", "int8+int8+int8"), "--kv takes one format, or keys' and values'"),
+        (("attention", "--query-rows", "17"), "query rows must be 1 to 16, not 17"),
+        (("gemv", "--precision", "w8a8+w4a8"), "gemv takes one precision, not w8a8+w4a8"),
     ],
 )
 def test_bad_options_are_one_line(asked: Recorder, words: tuple[str, ...], said: str) -> None:

@@ -11,8 +11,14 @@ from random_layouts import layouts
 SCHEDULE = "rows 4, registers 2, block 128, splits 3, prefetch 8, threads 2"
 LAYOUT = "T D | int8/bytes/signed"
 
-counts = st.integers(1, 500)
-schedules = st.builds(lambda r, g, b, s, p, t: Schedule(r, g, 32 * b, s, p - 1, t), *[counts] * 6)
+schedules = st.builds(
+    lambda r, g, b, s, p, t: Schedule(r, g, 32 * b, s, p, t),
+    *(st.integers(1, 64),) * 2,
+    st.integers(1, 1 << 15),
+    st.integers(1, 1 << 16),
+    st.integers(0, 4096),
+    st.integers(1, 256),
+)
 
 
 @st.composite
@@ -77,9 +83,29 @@ def test_malformed_names_are_refused(name):
         {"splits": 0},
         {"prefetch": -1},
         {"threads": 0},
+        {"rows": 65},
+        {"registers": 65},
+        {"block": (1 << 20) + 32},
+        {"splits": (1 << 16) + 1},
+        {"prefetch": 4097},
+        {"threads": 257},
     ],
     ids=str,
 )
 def test_impossible_schedules_are_refused(change):
     with pytest.raises(LayoutError, match=next(iter(change))):
         Schedule(**{**Schedule.parse(SCHEDULE).as_dict(), **change})
+
+
+@pytest.mark.parametrize("digits", [12, 5000])
+def test_a_name_cannot_ask_for_a_huge_number(digits):
+    huge = "9" * digits
+    for name in (
+        f"K: {LAYOUT}; integer; {SCHEDULE.replace('128', huge)}",
+        f"K: {LAYOUT} | pad {huge}; integer; {SCHEDULE}",
+        f"K: {LAYOUT} | fold {huge}; integer; {SCHEDULE}",
+        f"K: T/{huge} D | int8/bytes/signed; integer; {SCHEDULE}",
+    ):
+        with pytest.raises(LayoutError) as caught:
+            Candidate.parse(name)
+        assert "\n" not in str(caught.value)

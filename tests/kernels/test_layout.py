@@ -88,6 +88,13 @@ def test_negative_pad_and_fold_are_refused(pad, fold):
         Layout((Factor("T", 0, 1), Factor("D", 0, 1)), packing_named(INT8), pad, fold)
 
 
+@pytest.mark.parametrize("option", ["pad", "fold"])
+def test_pad_and_fold_are_bounded(option):
+    assert Layout.parse(f"T D | {INT8} | {option} {1 << 24}").name.endswith(str(1 << 24))
+    with pytest.raises(LayoutError, match="at most 16777216"):
+        Layout.parse(f"T D | {INT8} | {option} {(1 << 24) + 8}")
+
+
 @settings(max_examples=150)
 @given(stored())
 def test_every_element_has_bits_of_its_own_inside_the_head(case):

@@ -1,6 +1,6 @@
 """A backend whose kernels take known times, or fail in known ways; workers load it as ``fake_backend:FakeBackend``.
 
-A candidate's ``schedule.registers`` is its time in tens of microseconds; ``schedule.prefetch`` selects a behaviour.
+A candidate's ``schedule.block / 32`` is its time in tens of microseconds; ``schedule.prefetch`` selects a behaviour.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def candidate(
     tens_us: int, behaviour: int = OK, layout: str = LAYOUTS[0], threads: int = 1, splits: int = 1
 ) -> Candidate:
     parsed = Layout.parse(layout)
-    return Candidate(parsed, parsed, "float", Schedule(1, tens_us, 32, splits, behaviour, threads))
+    return Candidate(parsed, parsed, "float", Schedule(1, 1, 32 * tens_us, splits, behaviour, threads))
 
 
 class FakeKernel(Kernel):
@@ -47,7 +47,7 @@ class FakeKernel(Kernel):
         return pack(quantized, layout, capacity)
 
     def __call__(self, *operands: Any, tokens: int | None = None, out: Any = None) -> Any:
-        behaviour, duration_s = self.candidate.schedule.prefetch, self.candidate.schedule.registers * 1e-5
+        behaviour, duration_s = self.candidate.schedule.prefetch, self.candidate.schedule.block / 32 * 1e-5
         if behaviour == SEGV:
             os.kill(os.getpid(), signal.SIGSEGV)
         elif behaviour == ILLEGAL:
