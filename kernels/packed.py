@@ -19,7 +19,7 @@ from .storing import store_codes
 TOKEN_BLOCK = 32
 """Kernels read whole blocks of this many tokens; capacities are multiples of it."""
 
-OPERAND = ("words", "words_stride", "scales", "scales_stride", "tokens", "capacity", "tile")
+OPERAND = ("words", "words_stride", "scales", "scales_stride", "tokens", "capacity", "heads", "tile")
 """What a compiled kernel is told of an operand: `PackedTensor.addresses`, and the address of the tile function or 0."""
 
 OPERAND_FIELDS = len(OPERAND)
@@ -67,8 +67,8 @@ class PackedTensor:
         return 0 if self.layout.packing.format == "fp16" else -(-self.head_dim // GROUP)
 
     @property
-    def addresses(self) -> tuple[int, int, int, int, int, int]:
-        """What a kernel needs: words, their head stride in bytes, scales, theirs, tokens, capacity."""
+    def addresses(self) -> tuple[int, int, int, int, int, int, int]:
+        """What a kernel needs: words, their head stride in bytes, scales, theirs, tokens, capacity, heads."""
         return (
             self.words.ctypes.data,
             self.words.strides[0],
@@ -76,6 +76,7 @@ class PackedTensor:
             self.scales.strides[0],
             self.tokens,
             self.capacity,
+            self.heads,
         )
 
     @property

@@ -55,7 +55,8 @@ def dot_rows(operand: Any, head: Any, first: Any, count: Any, small: Any, scores
     ----------
     operand : packed operand of role ``k``
     head, first, count : int
-        ``first`` and ``count`` are multiples of 32 within the operand's capacity; tokens past its end give 0.
+        ``head`` is one of the operand's heads, from 0; ``first`` and ``count`` are multiples of 32 within its
+        capacity; tokens past its end give 0.
     small : tuple
         From `prepare_rows`.
     scores : ndarray of float32, shape (rows or more, count or more)
@@ -64,7 +65,7 @@ def dot_rows(operand: Any, head: Any, first: Any, count: Any, small: Any, scores
     Raises
     ------
     ValueError
-        If the tokens are not whole blocks of the operand, or ``scores`` is too small.
+        If the operand has no such head, if the tokens are not whole blocks of it, or if ``scores`` is too small.
     """
     raise TypeError("dot_rows is for use within an @njit function")
 
@@ -183,7 +184,7 @@ def _dot_rows(operand: Any, head: Any, first: Any, count: Any, small: Any, score
     def implementation(operand: Any, head: Any, first: Any, count: Any, small: Any, scores: Any) -> None:
         prepared, aux = small
         rows, step = prepared.shape[0], _step(operand)
-        _check_tokens(operand, first, count)
+        _check_place(operand, head, first, count)
         if scores.shape[0] < rows or scores.shape[1] < count:
             raise ValueError("dot_rows: scores needs a row for each row of x, and a column for each token of the block")
         for row in range(0, rows, step):
@@ -209,7 +210,7 @@ def _accumulate_rows(operand: Any, head: Any, first: Any, count: Any, weights: A
 
     def implementation(operand: Any, head: Any, first: Any, count: Any, weights: Any, out: Any) -> None:
         rows, step, channels = weights.shape[0], _step(operand), _channels(operand)
-        _check_tokens(operand, first, count)
+        _check_place(operand, head, first, count)
         if rows % step:
             raise ValueError("accumulate_rows: the rows of weights are no multiple of the rows of a tile")
         if weights.shape[1] < count or out.shape[0] < rows or out.shape[1] != channels:
@@ -299,13 +300,15 @@ def _check_x_here(operand: Any, x: Any) -> Callable[..., None]:
     return implementation
 
 
-def _check_tokens(operand: Any, first: Any, count: Any) -> None:
+def _check_place(operand: Any, head: Any, first: Any, count: Any) -> None:
     raise TypeError("for use within an @njit function")
 
 
-@overload(_check_tokens)
-def _check_tokens_here(operand: Any, first: Any, count: Any) -> Callable[..., None]:
-    def implementation(operand: Any, first: Any, count: Any) -> None:
+@overload(_check_place)
+def _check_place_here(operand: Any, head: Any, first: Any, count: Any) -> Callable[..., None]:
+    def implementation(operand: Any, head: Any, first: Any, count: Any) -> None:
+        if head < 0 or head >= operand.heads:
+            raise ValueError("head is none of the operand's heads, which count from 0")
         if first < 0 or count < 0 or first % 32 or count % 32:
             raise ValueError("first and count must be multiples of 32")
         if first + count > operand.capacity:

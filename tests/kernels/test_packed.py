@@ -110,7 +110,7 @@ def test_storage_is_aligned_and_may_be_read_a_little_past_its_end():
     assert packed.words.base.nbytes >= packed.words.nbytes + SLACK_BYTES
     assert packed.nbytes == packed.words.nbytes + packed.scales.nbytes == 3 * 32 * 40 + 3 * 32 * 2 * 2
     assert packed.addresses == (
-        packed.words.ctypes.data, 1280, packed.scales.ctypes.data, 128, 5, 32,
+        packed.words.ctypes.data, 1280, packed.scales.ctypes.data, 128, 5, 32, 3,
     )  # fmt: skip
 
 
