@@ -11,6 +11,7 @@ from ..db.records import Measurement
 from ..db.store import Store
 from ..kernels.backend import Backend
 from ..kernels.candidate import Candidate
+from ..kernels.cpu.user import UserBackend
 from ..kernels.errors import CompileError, KernelError
 from ..kernels.problem import Problem
 from ..search.crew import Crew
@@ -40,9 +41,11 @@ def preflight(problems: Sequence[Problem], tokens: int, options: Options, progre
     CompileError
         If the kernel does not compile.
     KernelError
-        If it is wrong, crashes or hangs.
+        If it is wrong, crashes or hangs, or if its reference fails.
     """
     backend, device = resolve_backend(options.device), detect()
+    if isinstance(backend, UserBackend):
+        backend.definition.check_reference()
     threads = options.threads or device.cores
     setup = Setup(options.device, options.plugins, threads, search_path=tuple(sys.path))
     with Crew(setup, 1, options.deadlines_s) as crew:

@@ -27,6 +27,9 @@ FILLED = ("first", "last", "block")
 
 LARGEST_TOLERANCE = 0.5
 SAMPLE_TOKENS = 32
+LONGER_TOKENS = 1057
+"""A second length that the reference is called with, to see which of its result's axes grow with the tokens."""
+
 _FORMATS = {precision.format: precision.name for precision in PRECISIONS.values()}
 
 Make = Callable[[int, np.random.Generator], Mapping[str, Any]]
@@ -120,6 +123,7 @@ class Definition:
         self._reference, self._make = reference, make_operands
         self.reads_elements = False
         self._flat: set[str] = set()
+        self._shapes: dict[int, tuple[int, ...]] = {}
         self._check()
         self.__doc__ = function.__doc__
 
@@ -212,8 +216,59 @@ class Definition:
     @cached_property
     def sample_result(self) -> NDArray[np.float64]:
         """What the reference makes of `sample`, as it is."""
-        sample = self.sample
-        return self.expected(sample.arrays, {role: each.astype(np.float64) for role, each in sample.packed.items()})
+        return self._expected_as_made(self.sample)
+
+    def check_reference(self) -> None:
+        """Call the reference once, on `sample`.
+
+        Raises
+        ------
+        KernelError
+            If it fails, or its result is no array of finite numbers.
+        """
+        self._expected_as_made(self.sample)
+
+    def _expected_as_made(self, made: Inputs) -> NDArray[np.float64]:
+        return self.expected(made.arrays, {role: each.astype(np.float64) for role, each in made.packed.items()})
+
+    # -- the shape of its result --------------------------------------------------------------------------------------
+
+    def check_shape(self, shape: tuple[int, ...], tokens: int) -> None:
+        """Hold the shape of an ``out`` against the reference's result for as many tokens.
+
+        Axes that are the same for two lengths, or grow with the tokens between them, are taken to go on so. Only for a
+        shape that is not found in this way does the reference say itself, on inputs of ``tokens``, once a length.
+
+        Raises
+        ------
+        KernelError
+            If it is another one.
+        """
+        if shape == self._likely_shape(tokens):
+            return
+        if tokens not in self._shapes:
+            self._shapes[tokens] = self._expected_as_made(self.inputs(tokens)).shape
+        if shape != self._shapes[tokens]:
+            raise KernelError(
+                f"{self.name}: {OUT} must have the shape {self._shapes[tokens]} of the reference's result for {tokens} "
+                f"tokens, not {shape}"
+            )
+
+    def _likely_shape(self, tokens: int) -> tuple[int, ...] | None:
+        """``None`` where an axis neither stays nor grows by whole numbers a token."""
+        short, long = self.sample_result.shape, self._longer_shape
+        if len(short) != len(long):
+            return None
+        steps = [divmod(b - a, LONGER_TOKENS - SAMPLE_TOKENS) for a, b in zip(short, long, strict=True)]
+        if any(rest for _, rest in steps):
+            return None
+        return tuple(a + step * (tokens - SAMPLE_TOKENS) for a, (step, _) in zip(short, steps, strict=True))
+
+    @cached_property
+    def _longer_shape(self) -> tuple[int, ...]:
+        return self._expected_as_made(self.inputs(LONGER_TOKENS)).shape
+
+    # -- inputs of a length, and what is right for them ---------------------------------------------------------------
 
     def inputs(self, tokens: int, seed: int = 0) -> Inputs:
         """What ``make_operands`` makes for a context of ``tokens``, checked.
@@ -272,12 +327,16 @@ class Definition:
         try:
             expected = np.asarray(result, np.float64)
         except (TypeError, ValueError):
-            raise KernelError(f"{self.name}: the reference must return an array, not {type(result).__name__}") from None
-        if expected.ndim == 0 or not expected.size or not np.isfinite(expected).all():
             raise KernelError(
-                f"{self.name}: the reference must return an array of finite numbers in the shape of out; "
-                f"it returned one of shape {expected.shape}"
+                f"the reference of {self.name} returned {type(result).__name__}: it must return an array of numbers"
+            ) from None
+        if expected.ndim == 0 or not expected.size:
+            raise KernelError(
+                f"the reference of {self.name} returned an array of shape {expected.shape}: it must have that of {OUT}"
             )
+        if not np.isfinite(expected).all():
+            bad = tuple(int(each) for each in np.argwhere(~np.isfinite(expected))[0])
+            raise KernelError(f"the reference of {self.name} returned {expected[bad]} at {bad}: it must be finite")
         return expected
 
     def error(self, result: NDArray[Any], expected: NDArray[np.float64]) -> float:
@@ -290,10 +349,10 @@ class Definition:
     def _run(self, what: str, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
         try:
             return function(*args, **named)
-        except LowbitError:
+        except (LowbitError, KeyboardInterrupt):
             raise
-        except Exception as error:
-            raise KernelError(f"{self.name}: {what} raised {type(error).__name__}: {error}") from error
+        except BaseException as error:
+            raise KernelError(f"{self.name}: {what} raised {_told(error)}") from error
 
     # -- what it may look like ----------------------------------------------------------------------------------------
 
@@ -339,6 +398,12 @@ class Definition:
             raise KernelError(f"{self.name} needs one packed operand, or two of which one has role 'k' and one 'v'")
         if not self.precisions:
             raise KernelError(f"{self.name}: its packed operands share no format")
+
+
+def _told(error: BaseException) -> str:
+    """An exception's kind and message, in one line."""
+    message = " ".join(str(error).split())
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 _DEFINED: dict[str, Definition] = {}
@@ -430,10 +495,10 @@ def load_definition(target: str) -> Definition:
         place, attribute = target, ""
     try:
         module = import_file(place) if place.endswith(".py") else importlib.import_module(place)
-    except LowbitError:
+    except (LowbitError, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:
-        raise KernelError(f"cannot import {place!r}: {type(error).__name__}: {error}") from error
+    except BaseException as error:
+        raise KernelError(f"cannot import {place!r}: {_told(error)}") from error
     own = {name: each for name, each in vars(module).items() if isinstance(each, Definition)}
     if attribute in own:
         return own[attribute]

@@ -105,6 +105,9 @@ class UserKernel(Kernel):
         for name, each in packed.items():
             if count > each.capacity:
                 raise ProblemError(f"{count} tokens asked of {name}, which holds {each.capacity}")
+        values[OUT] = self._fitting(OUT, values[OUT])
+        if not (operands and isinstance(operands[0], Trial)):
+            self.definition.check_shape(values[OUT].shape, count)
         schedule = self.candidate.schedule
         blocks = -(-count // TOKEN_BLOCK)
         step = -(-blocks // schedule.splits) * TOKEN_BLOCK

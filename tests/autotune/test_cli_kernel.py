@@ -184,6 +184,9 @@ def test_a_tolerance_that_integers_cannot_keep_is_told(db: Path) -> None:
         ((str(KERNELS),), 9, "name a kernel of"),
         (("nowhere.py:scored",), 9, "nowhere.py does not exist"),
         ((), 2, "Missing argument"),
+        ((f"{KERNELS}:exits_in_make_operands",), 9, "exits_in_make_operands: make_operands raised SystemExit: 3"),
+        ((f"{KERNELS}:leaves_in_reference",), 9, "leaves_in_reference: the reference raised GeneratorExit"),
+        ((f"{KERNELS}:has_no_truth",), 9, "the reference of has_no_truth returned nan at (0,): it must be finite"),
     ],
 )
 def test_what_is_asked_wrongly_is_refused_in_one_line(args: tuple[str, ...], exit_status: int, words: str) -> None:

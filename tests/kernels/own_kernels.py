@@ -160,3 +160,53 @@ def of_both_roles(q, k, v, out):
     dot_rows(k, 0, 0, k.capacity, prepare_rows(k, q), buffer)
     out[:] = 0
     accumulate_rows(v, 0, 0, v.capacity, buffer * buffer, out)
+
+
+def make_placed(tokens, rng):
+    return {"head": 0, "k": rng.standard_normal((1, tokens, 64), np.float32)}
+
+
+@lowbit.kernel(operands={"k": lowbit.Packed("int8")}, reference=lambda k: k[0, 0, :1], make_operands=make_placed)
+@njit
+def reads_a_stranger(head, k, out):
+    """Dots of whichever head it is told, there or not."""
+    scores = np.empty((1, 32), np.float32)
+    dot_rows(k, head, 0, 32, prepare_rows(k, np.ones((1, 64), np.float32)), scores)
+    out[0] = scores[0, 0]
+
+
+@lowbit.kernel(operands={"k": lowbit.Packed("int8", role="v")}, reference=lambda k: k[0, :1], make_operands=make_placed)
+@njit
+def weighs_a_stranger(head, k, out):
+    """Sums of whichever head it is told, there or not."""
+    out[:] = 0
+    accumulate_rows(k, head, 0, 32, np.ones((1, 32), np.float32), out)
+
+
+@lowbit.kernel(
+    operands={"k": lowbit.Packed("int8")}, reference=lambda k: np.nan * k[0, 0, :1], make_operands=make_placed
+)
+@njit
+def has_no_truth(head, k, out):
+    """Its reference returns NaN."""
+    out[0] = 0
+
+
+def make_nothing(tokens, rng):
+    raise SystemExit(3)
+
+
+@lowbit.kernel(operands={"k": lowbit.Packed("int8")}, reference=lambda k: k, make_operands=make_nothing)
+@njit
+def exits_in_make_operands(k, out):
+    """Its author's code ends the process."""
+
+
+def leave(k):
+    raise GeneratorExit
+
+
+@lowbit.kernel(operands={"k": lowbit.Packed("int8")}, reference=leave, make_operands=make_placed)
+@njit
+def leaves_in_reference(head, k, out):
+    """Its reference raises what is no `Exception`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import sys
 from pathlib import Path
 
 import lowbit
@@ -188,6 +189,69 @@ def test_an_exception_in_a_kernel_is_told():
             call()
 
 
+@pytest.mark.parametrize(("name", "role"), [("reads_a_stranger", "k"), ("weighs_a_stranger", "v")])
+def test_heads_that_an_operand_lacks_are_refused(name, role):
+    definition = getattr(own_kernels, name)
+    backend, problem = UserBackend(definition), definition.problem("w8a8")
+    kernel = backend.compile(problem, backend.baseline(problem, 1))
+    k = kernel.pack(role, np.ones((1, 40, 64), np.float32))
+    for head in (1, -1):
+        out = np.empty(definition.sample_result.shape, np.float32)
+        with pytest.raises(KernelError, match="ValueError: head is none of the operand's heads"):
+            kernel(np.int64(head), k, out)
+        # Untuned, its layout is in its type.
+        with pytest.raises(ValueError, match="head is none of the operand's heads"):
+            definition(head, k, out)
+    kernel(np.int64(0), k, np.empty(definition.sample_result.shape, np.float32))
+
+
+def shaped(reference):
+    definition = lowbit.kernel(**{**GOOD, "reference": reference})(right)
+    backend, problem = UserBackend(definition), definition.problem("w8a8")
+    return backend.compile(problem, backend.baseline(problem, 1))
+
+
+@pytest.mark.parametrize(
+    ("reference", "tokens", "shape"),
+    [
+        (lambda q, k: k @ q, 70, (70,)),
+        (lambda q, k: k.T, 70, (8, 70)),
+        (lambda q, k: np.outer(k.sum(0), q), 70, (8, 8)),
+        (lambda q, k: np.add.reduceat(k @ q, np.arange(0, len(k), 32)), 70, (3,)),
+        (lambda q, k: (k @ q)[:50], 70, (50,)),
+        (lambda q, k: (k @ q)[:50], 40, (40,)),
+        (lambda q, k: (k @ q)[: 1 if len(k) < 1057 else None], 70, (1,)),
+    ],
+)  # fmt: skip
+def test_the_shape_of_a_result_is_that_of_the_reference(reference, tokens, shape):
+    kernel = shaped(reference)
+    q, k = np.ones(8, np.float32), kernel.pack("k", np.ones((tokens, 8), np.float32))
+    out = np.empty(shape, np.float32)
+    assert kernel(q, k, out) is out
+    for axis in range(len(shape)):
+        for change in (-1, 1):
+            other = tuple(size + change * (place == axis) for place, size in enumerate(shape))
+            with pytest.raises(
+                KernelError, match=rf"out must have the shape \({shape[0]},.*for {tokens} tokens, not"
+            ) as told:
+                kernel.bind(q, k, out=np.empty(other, np.float32))
+            assert "\n" not in str(told.value)
+
+
+def test_shapes_are_found_without_the_reference_of_every_length():
+    lengths = []
+
+    def reference(q, k):
+        lengths.append(len(k))
+        return k @ q
+
+    kernel = shaped(reference)
+    for tokens in (70, 71, 5000):
+        k = kernel.pack("k", np.ones((tokens, 8), np.float32))
+        kernel(np.ones(8, np.float32), k, np.empty(tokens, np.float32))
+    assert lengths == [32, 1057]
+
+
 def test_wrong_calls_are_refused():
     definition = own_kernels.scored
     backend, problem, found, _ = candidates(definition, "w8a8")
@@ -297,9 +361,12 @@ ONES = np.ones((32, 8), np.float32)
         ({"make_operands": lambda tokens, rng: {"q": 1, "k": np.ones((tokens, 8), int)}}, "not int64"),
         ({"make_operands": lambda tokens, rng: 1 / 0}, "make_operands raised ZeroDivisionError: division by zero"),
         ({"reference": lambda q, k: 1 / 0}, "the reference raised ZeroDivisionError"),
-        ({"reference": lambda q, k: "many"}, "the reference must return an array, not str"),
-        ({"reference": lambda q, k: np.nan * k}, "array of finite numbers"),
-        ({"reference": lambda q, k: 3.0}, r"returned one of shape \(\)"),
+        ({"reference": lambda q, k: exec("raise OSError('two\\nlines')")}, "the reference raised OSError: two lines$"),
+        ({"reference": lambda q, k: "many"}, "the reference of right returned str: it must return an array"),
+        ({"reference": lambda q, k: np.nan * k}, r"the reference of right returned nan at \(0, 0\): it must be finite"),
+        ({"reference": lambda q, k: 3.0}, r"the reference of right returned an array of shape \(\): it must"),
+        ({"make_operands": lambda tokens, rng: sys.exit(3)}, "right: make_operands raised SystemExit: 3"),
+        ({"reference": lambda q, k: sys.exit(3)}, "right: the reference raised SystemExit: 3"),
     ],
 )
 def test_inputs_and_references_that_do_not_fit_are_refused(changes, words):
@@ -414,6 +481,13 @@ def test_kernels_are_found_by_file_and_by_module(tmp_path):
     path.with_name("broken.py").write_text("def")
     with pytest.raises(KernelError, match=r"cannot import .*broken.py': SyntaxError"):
         load_definition(str(path.with_name("broken.py")))
+    for raised in ("SystemExit", "GeneratorExit"):
+        path.with_name(f"{raised}.py").write_text(f"raise {raised}")
+        with pytest.raises(KernelError, match=f"cannot import .*{raised}.py': {raised}"):
+            load_definition(str(path.with_name(f"{raised}.py")))
+    path.with_name("interrupted.py").write_text("raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
+        load_definition(str(path.with_name("interrupted.py")))
 
 
 def test_names_of_candidates_parse_back():
