@@ -35,7 +35,7 @@ TILES = {"k": "dot_rows and dot_tile", "v": "accumulate_rows and accumulate_tile
 @functools.cache
 def _sources() -> str:
     digest = hashlib.sha256()
-    for name in ("linked.py", "plugin.py", "rows.py"):
+    for name in ("linked.py", "packed.py", "plugin.py", "rows.py"):
         digest.update(Path(__file__).with_name(name).read_bytes())
     return digest.hexdigest()[:8]
 
