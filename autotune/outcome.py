@@ -12,6 +12,9 @@ from ..db.records import Measurement
 from ..kernels.problem import USER, Problem
 from ..search.strategy import Choice
 
+FAULTS = ("wrong", "crashed", "hung", "illegal_instruction")
+"""Statuses of candidates that ran and did not work."""
+
 DEFAULT_PROTOCOL = "cold"
 """Between two decode steps of one layer all other layers pass through the caches."""
 
@@ -194,6 +197,24 @@ class TuneReport:
     unmeasured: int = 0
     noisy: list[str] = field(default_factory=list)
     undecided: list[str] = field(default_factory=list)
+
+    @property
+    def unchecked(self) -> list[str]:
+        """Where no winner was checked although candidates ran: all that ran were faulty, with how many of each fault.
+
+        What contention kept from being decided is not among them; see `noisy`.
+        """
+        checked = {(each.problem, each.tokens) for each in self.decisions if each.choice.measurement is not None}
+        faults: dict[tuple[str, int], Counter[str]] = {}
+        for (problem, tokens, _), measurement in self.measurements.items():
+            if measurement.status in FAULTS and (problem, tokens) not in checked:
+                faults.setdefault((problem, tokens), Counter())[measurement.status] += 1
+        found = []
+        for (problem, tokens), counts in faults.items():
+            place = f"{problem}, {tokens} {Problem.parse(problem).length_name}"
+            if place not in self.noisy:
+                found.append(f"{place} ({', '.join(f'{count} {status}' for status, count in counts.most_common())})")
+        return found
 
     def as_dict(self) -> dict[str, Any]:
         """The object that ``--json`` prints."""

@@ -12,7 +12,7 @@ from ...kernels.problem import USER, check_tokens
 from .. import options
 from ..output import print_json
 from ..progress import progress_on
-from .main import autotune, print_report
+from .main import autotune, print_report, require_checked
 
 _SHARED = ("strategy", "top_k", "trials", "budget", "protocol", "threads", "database", "quick", "plugins", "as_json")
 
@@ -99,3 +99,4 @@ def kernel(
         print_json(report.as_dict())
     else:
         print_report(report)
+    require_checked(report)

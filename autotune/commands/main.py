@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ... import __version__
+from ...kernels.errors import LowbitError
 from .. import options
 from ..group import EXIT_STATUSES, Commands, refuse_own_options
 from ..output import Result, length_name, print_json, print_winners
@@ -139,6 +140,21 @@ def autotune(
         print_json(report.as_dict())
     else:
         print_report(report)
+    require_checked(report)
+
+
+def require_checked(report: TuneReport) -> None:
+    """Refuse to call a run done whose winners were not checked because what was measured was faulty.
+
+    Raises
+    ------
+    LowbitError
+        Naming their problems.
+    """
+    if report.unchecked:
+        raise LowbitError(
+            "no winner could be checked, for all candidates that ran are faulty: " + "; ".join(report.unchecked)
+        )
 
 
 def print_report(report: TuneReport) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,36 @@ def test_the_closing_table(tuned: Recorder, tmp_path: Path) -> None:
     for words in ("h9/3 d64", "512", "int8/bytes/offset", "24", "25", "4.00×", "50%", "300 candidates", "20 more"):
         assert words in shown
     assert path.name in shown
+
+
+@pytest.mark.parametrize("as_json", [[], ["--json"]])
+@pytest.mark.parametrize(
+    ("status", "noisy", "exit_status"),
+    [("wrong", False, 1), ("crashed", False, 1), ("wrong", True, 0), ("ok", False, 0)],
+)
+def test_winners_that_nobody_checked_because_all_was_wrong_are_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, as_json: list[str], status: str, noisy: bool, exit_status: int
+) -> None:
+    def faulty(
+        problems: Sequence[Problem], tokens: Mapping[Problem, Sequence[int]], options: Options, progress: Progress
+    ) -> TuneReport:
+        report = TuneReport({"fingerprint": "silicon"}, options.db_path)
+        for problem in problems:
+            for count in tokens[problem]:
+                measured = replace(measurement(problem, count, 25.0), status=status)
+                report.measurements[problem.key, count, measured.candidate] = measured
+                report.decisions.append(Decision(problem.key, count, Choice(CHOSEN, "predicted", 24.0)))
+                report.noisy += [f"{problem.key}, {count} tokens"] if noisy else []
+        return report
+
+    monkeypatch.setattr("lowbit.autotune.tune.tune", faulty)
+    result = run("--tokens", "64", "--precision", "w8a8", "--db", str(tmp_path / "t.db"), *as_json)
+    assert result.exit_code == exit_status
+    assert "predicted" in result.stdout
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == exit_status
+    for line in errors:
+        assert f"attend h32/8 d64 q1 w8a8, 64 tokens (1 {status})" in line
 
 
 @pytest.mark.parametrize("as_json", [[], ["--json"]])
