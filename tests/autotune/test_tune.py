@@ -172,6 +172,15 @@ def test_the_other_strategies_choose_among_what_they_measured(db: Path, strategy
     assert (db.with_name("t.optuna.db").exists()) == (strategy == "optuna")
 
 
+def test_a_winner_that_could_not_be_checked_is_told(db: Path) -> None:
+    wrong = replace(options(db, "optuna", trials=2, top_k=1), device="fake_backend:AllWrong")
+    report = tune([PROBLEM], TOKENS[:1], wrong)
+    assert {m.status for m in report.measurements.values()} == {"wrong"}
+    assert [w.provenance for w in winners(db)] == ["predicted"]
+    assert report.unchecked == [f"{PROBLEM.key}, {TOKENS[0]} tokens ({len(report.measurements)} wrong)"]
+    assert tune([PROBLEM], TOKENS[:1], options(db)).unchecked == []
+
+
 def test_a_prediction_leaves_a_measured_winner_alone(db: Path) -> None:
     tune([PROBLEM], [40], options(db))
     (measured,) = winners(db)

@@ -137,3 +137,15 @@ class FakeBackend(Backend):
 class BrokenBackend(FakeBackend):
     def __init__(self) -> None:
         raise RuntimeError("no such device")
+
+
+class AllWrong(FakeBackend):
+    """Computes something else in every layout, the baseline's included."""
+
+    def space(self, problem: Problem, threads: int) -> Iterator[Candidate | Rejected]:
+        for layout in LAYOUTS:
+            for splits in (1, 2, 3, 4):
+                yield candidate(10, WRONG, layout, splits=splits)
+
+    def baseline(self, problem: Problem, threads: int) -> Candidate:
+        return candidate(60, WRONG)
