@@ -25,7 +25,7 @@ HIDDEN = -1e30
 """Running maximum of a row that has seen no token, and score of a token that it does not see."""
 
 SMALLEST_EXPONENT = -100.0
-"""2 to less than this is 0: nothing beside a sum of at least 1. No product of more with a scale or value is denormal."""
+"""2 to less than this is 0: nothing beside a sum of at least 1. No product of more with a scale is denormal."""
 
 SMALL_RATIO = 0.25
 """Up to this |y| tanh y is taken from its series, within 3e-7; (1 - e) / (1 + e) would lose its digits."""
