@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -230,7 +231,13 @@ def test_features_are_stored_for_whoever_asks_the_database(db: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_keeps_what_is_finished_and_the_next_run_resumes(db: Path, number: int) -> None:
+def test_an_interrupt_keeps_what_is_finished_and_the_next_run_resumes(
+    db: Path, number: int, request: pytest.FixtureRequest
+) -> None:
+    # A process in a shell's background ignores SIGINT from the start.
+    request.addfinalizer(functools.partial(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT)))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
     def interrupt(phase: str, done: int) -> None:
         if phase == "measuring" and done >= 5:
             signal.raise_signal(number)
