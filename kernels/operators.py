@@ -21,6 +21,7 @@ import numpy as np
 from numba import cfunc, njit, types
 from numba.extending import intrinsic
 
+from .cpu import softmax
 from .fields import (
     AUX_COUNT,
     BLOCK,
@@ -62,11 +63,8 @@ from .plugin import (
 )
 
 TOKEN_BLOCK = 32
-HIDDEN = np.float32(-1e30)
-"""Running maximum of a row that has seen no token."""
-
-LN2 = np.float32(0.69314718)
-LOG2_E, LN2_HIGH, LN2_LOW = np.float32(1.44269504), np.float32(0.693359375), np.float32(-2.12194440e-4)
+HIDDEN = np.float32(softmax.HIDDEN)
+_EXP2 = tuple(np.float32(each) for each in softmax.EXP2)
 
 
 _INNER = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
@@ -85,19 +83,14 @@ def padded(typingctx: Any, count: Any, step: Any) -> Any:
 
 
 @njit(fastmath=True, inline="never", **_INNER)
-def exponential(x: Any) -> Any:
-    """exp(x) for x ≤ 0 in float32: range reduction by ln 2 and a polynomial of degree 6 (Cephes), within 2 ulp."""
-    x = max(x, np.float32(-87.0))
-    n = np.floor(x * LOG2_E + np.float32(0.5))
-    r = x - n * LN2_HIGH
-    r = r - n * LN2_LOW
-    y = np.float32(1.9875691500e-4)
-    y = y * r + np.float32(1.3981999507e-3)
-    y = y * r + np.float32(8.3334519073e-3)
-    y = y * r + np.float32(4.1665795894e-2)
-    y = y * r + np.float32(1.6666665459e-1)
-    y = y * r + np.float32(5.0000001201e-1)
-    y = y * r * r + r + np.float32(1.0)
+def exp2(x: Any) -> Any:
+    """2^x for x ≤ 0 in float32, not below 2^-126: the polynomial of the softmax, for one number."""
+    x = max(x, np.float32(-126.0))
+    n = np.floor(x + np.float32(0.5))
+    f = x - n
+    y = _EXP2[6]
+    for i in range(5, -1, -1):
+        y = y * f + _EXP2[i]
     return y * float_from_bits(np.int32((np.int32(n) + np.int32(127)) << np.int32(23)))
 
 
@@ -309,7 +302,7 @@ def build_merge(operator: str) -> Any:
             total = np.float32(0.0)
             for split in range(splits):
                 record = base + 4 * split * size
-                weight = exponential((load_f32(record, 2 * row) - best) * LN2)
+                weight = exp2(load_f32(record, 2 * row) - best)
                 total += weight * load_f32(record, 2 * row + 1)
                 partial = record + 4 * (2 * rows + row * head_dim)
                 for d in range(head_dim):

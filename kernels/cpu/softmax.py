@@ -31,7 +31,7 @@ SMALL_RATIO = 0.25
 """Up to this |y| tanh y is taken from its series, within 3e-7; (1 - e) / (1 + e) would lose its digits."""
 
 LOG2_E = 1.4426950408889634
-_EXP2 = (1.0, 0.6931471824645996, 0.24022646248340607, 0.05550328642129898, 0.009618489071726799,
+EXP2 = (1.0, 0.6931471824645996, 0.24022646248340607, 0.05550328642129898, 0.009618489071726799,
          0.0013399930903688073, 0.0001534580806037411)  # fmt: skip
 """2^f for |f| ≤ 1/2: coefficients of the polynomial of degree 6 with the least relative error, 1e-7 in float32."""
 
@@ -171,8 +171,8 @@ class _SoftmaxTile:
         x = emit.maximum(x, least)
         shifted = emit.builder.fadd(x, emit.constant(F32, lanes, _ROUND))
         fraction = emit.builder.fsub(x, emit.builder.fsub(shifted, emit.constant(F32, lanes, _ROUND)))
-        power = emit.constant(F32, lanes, _EXP2[-1])
-        for coefficient in _EXP2[-2::-1]:
+        power = emit.constant(F32, lanes, EXP2[-1])
+        for coefficient in EXP2[-2::-1]:
             power = emit.fma(power, fraction, emit.constant(F32, lanes, coefficient))
         words = ir.VectorType(I32, lanes)
         exponent = emit.builder.shl(emit.builder.bitcast(shifted, words), emit.constant(I32, lanes, 23))

@@ -216,7 +216,6 @@ def test_verify_measures_every_schedule_of_the_fastest_layout() -> None:
     fastest = best(known)
     layout = known.candidates[fastest].layout
     first = next(name for name in known.candidates if known.candidates[name].layout == layout)
-    known.predicted_us = {**known.predicted_us}
     choice = choose("verify", known, Parameters(top_k=len(known.candidates)))
     assert first in known.stored
     assert {name for name, each in known.candidates.items() if each.layout == layout} <= set(known.stored)
