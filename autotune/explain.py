@@ -102,7 +102,7 @@ class Priced:
         return {
             "layout": self.candidate.layout,
             "pipeline": self.candidate.pipeline,
-            "schedule": self.candidate.schedule.as_dict(),
+            "schedule": self.candidate.plan.as_dict(),
             "predicted_us": self.predicted_us,
             "median_us": self.median_us,
             "spread": None if self.measurement is None else self.measurement.spread,

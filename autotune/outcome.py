@@ -137,7 +137,7 @@ class Decision:
             "winner": {
                 "layout": candidate.layout,
                 "pipeline": candidate.pipeline,
-                "schedule": candidate.schedule.as_dict(),
+                "schedule": candidate.plan.as_dict(),
             },
             "provenance": self.choice.provenance,
             "predicted_us": self.choice.predicted_us,

@@ -175,9 +175,8 @@ class Problem:
 
     def integer(self, role: str, pipeline: str) -> bool:
         """Whether ``pipeline`` contracts ``role`` in integers: fp16 has no codes, and stays in floats in each."""
-        return pipeline in (("integer", "bfloat") if role == "k" else ("integer",)) and (
-            self.stored(role).format != "fp16"
-        )
+        names = ("integer", "raw", "bfloat") if role == "k" else ("integer", "raw")
+        return pipeline in names and self.stored(role).format != "fp16"
 
     @property
     def key(self) -> str:

@@ -195,7 +195,7 @@ class Database:
             return None  # For instance the packing of a plugin that this process has not imported.
         schedule = candidate.schedule
         if winner.device != device and schedule.threads > self._machine.cores:
-            candidate = replace(candidate, schedule=replace(schedule, threads=self._machine.cores))
+            candidate = replace(candidate, plan=replace(schedule, threads=self._machine.cores))
         stale = winner.toolchain != self._toolchain(problem)
         return Entry(winner, candidate, stale, distance(stored, problem), log2(winner.tokens))
 

@@ -122,7 +122,7 @@ def _fields(candidate: Candidate) -> Fields:
             fields[f"{role}.packing"] = layout.packing.name
             fields[f"{role}.pad"] = str(layout.pad_bytes)
             fields[f"{role}.fold"] = str(layout.fold_rows)
-    return fields | {key: str(value) for key, value in candidate.schedule.as_dict().items()}
+    return fields | {key: str(value) for key, value in candidate.plan.as_dict().items()}
 
 
 def _open_study(session: Session, parameters: Parameters, space: CandidateSpace) -> optuna.Study:

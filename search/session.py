@@ -260,5 +260,4 @@ class DeviceSession:
 
 def shared_code(candidate: Candidate) -> str:
     """Names candidates whose machine code backends can share: block, splits and threads are run-time values."""
-    schedule = candidate.schedule
-    return f"{candidate.layout}; {candidate.pipeline}; {schedule.rows}, {schedule.registers}, {schedule.prefetch}"
+    return f"{candidate.layout}; {candidate.pipeline}; {', '.join(map(str, candidate.plan.code))}"

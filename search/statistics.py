@@ -60,7 +60,6 @@ def settle(
     """
 
     def rank(m: Measurement) -> tuple[float, int, int, str]:
-        schedule = candidates[m.candidate].schedule
-        return predicted_us.get(m.candidate, math.inf), schedule.threads, schedule.splits, m.candidate
+        return predicted_us.get(m.candidate, math.inf), *candidates[m.candidate].plan.size, m.candidate
 
     return sorted(tied(measurements), key=rank)

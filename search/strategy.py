@@ -174,8 +174,7 @@ def predicted_choice(
     ties = [name for name in working if session.predicted_us[name] <= lowest * (1 + PREDICTED_TIE)] or working[:1]
 
     def effort(name: str) -> tuple[int, int, int, int]:
-        schedule = session.candidates[name].schedule
-        return -schedule.rows, schedule.registers, schedule.splits, schedule.prefetch
+        return session.candidates[name].plan.effort
 
     chosen = min(ties, key=effort)
     return Choice(session.candidates[chosen], "predicted", session.predicted_us[chosen], baseline=baseline)

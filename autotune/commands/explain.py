@@ -185,7 +185,7 @@ def _cells(priced: Priced) -> tuple[object, ...]:
     return (
         candidate.layout,
         candidate.pipeline,
-        candidate.schedule.name,
+        candidate.plan.name,
         microseconds(priced.predicted_us),
         microseconds(priced.median_us),
         f"{priced.features.unpack_ops_per_32:.2f}",

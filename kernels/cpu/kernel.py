@@ -157,7 +157,7 @@ class CpuKernel(Kernel):
         """This kernel for longer contexts: the same code, and workspace for more tasks."""
         if splits not in self._finer:
             schedule = replace(self.candidate.schedule, splits=splits)
-            candidate = replace(self.candidate, schedule=schedule)
+            candidate = replace(self.candidate, plan=schedule)
             self._finer[splits] = CpuKernel(self.problem, candidate, *self._parts)
         return self._finer[splits]
 

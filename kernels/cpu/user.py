@@ -79,7 +79,7 @@ class UserBackend(Backend):
     def baseline(self, problem: Problem, threads: int) -> Candidate:
         found = self._usable(self._cpu.baseline(self._contraction(problem), threads))
         rows = next(count for count in range(found.schedule.rows, 0, -1) if problem.rows % count == 0)
-        return replace(found, schedule=replace(found.schedule, rows=rows))
+        return replace(found, plan=replace(found.schedule, rows=rows))
 
     def compile(self, problem: Problem, candidate: Candidate) -> UserKernel:
         specs = self._specs(problem, candidate)
@@ -134,7 +134,7 @@ class UserBackend(Backend):
             schedule = replace(schedule, splits=1, threads=1)
         if not self.definition.blocked:
             schedule = replace(schedule, block=BLOCK_TOKENS)
-        return replace(candidate, schedule=schedule)
+        return replace(candidate, plan=schedule)
 
 
 def numba_reason(error: Exception) -> str:

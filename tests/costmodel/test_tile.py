@@ -77,7 +77,7 @@ def tiles(problem: str, isa: str = "avx2", nth: int = 0) -> tuple[str, ...]:
 def test_symbols_are_those_of_the_code_and_shared_by_problems() -> None:
     backend, problem = CpuBackend("avx2"), Problem.parse("attend h8/2 d64 q1 w8a8")
     candidate = next(each for each in backend.space(problem, 2) if isinstance(each, Candidate))
-    plain = replace(candidate, schedule=replace(candidate.schedule, prefetch=0))
+    plain = replace(candidate, plan=replace(candidate.schedule, prefetch=0))
     codes = backend.code(problem, plain)
     symbols = backend.tiles(problem, candidate)
     assert backend.tiles(problem, plain) == symbols  # prefetches are not counted
@@ -85,9 +85,9 @@ def test_symbols_are_those_of_the_code_and_shared_by_problems() -> None:
     assert [backend.tile(problem, candidate, symbol) for symbol in symbols] == codes
     # Heads, splits, blocks and threads are no part of the code; rows are.
     assert tiles("attend h16/4 d64 q1 w8a8") == symbols
-    other = replace(candidate, schedule=replace(candidate.schedule, block=64, splits=7, threads=1))
+    other = replace(candidate, plan=replace(candidate.schedule, block=64, splits=7, threads=1))
     assert backend.tiles(problem, other) == symbols
-    fewer = replace(candidate, schedule=replace(candidate.schedule, rows=3))
+    fewer = replace(candidate, plan=replace(candidate.schedule, rows=3))
     assert not set(symbols) & set(backend.tiles(problem, fewer))
 
 
