@@ -76,3 +76,30 @@ class KernelError(LowbitError):
     """A kernel of somebody's own that is declared wrongly, fails, or computes something else than its reference."""
 
     exit_status = 9
+
+
+class GpuMemoryError(DeviceError):
+    """The GPU has too little memory left for what was asked."""
+
+
+class GpuFaultError(DeviceError):
+    """A kernel broke the GPU's context: an illegal address, a trap, a hang that the system ended.
+
+    Every later call of the same process fails in the same way, whatever it asks: see `poisoned`.
+    """
+
+
+class TrustError(LowbitError):
+    """Machine code that was to be loaded, and that nobody vouched for or that is not what was vouched for."""
+
+    exit_status = 10
+
+
+def poisoned(error: BaseException) -> bool:
+    """Whether the process that met ``error``, or what caused it, must end before the GPU can be used again."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, GpuFaultError):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
