@@ -148,8 +148,9 @@ class Graph:
         How often the captured work is in it.
     """
 
-    def __init__(self, graph: Any, stream: Any, calls: int) -> None:
-        self._graph, self._stream, self.calls = graph, stream, calls
+    def __init__(self, graph: Any, stream: Any, work: Sequence[Callable[[], object]]) -> None:
+        self._graph, self._stream, self.calls = graph, stream, len(work)
+        self._work = tuple(work)  # A graph holds addresses; what they lead to must live as long.
 
     def enqueue(self) -> None:
         with translated("replaying a graph"):
@@ -339,10 +340,10 @@ class Driver:
             graph = builder.complete()
             builder.close()
             graph.upload(self._stream)
-        return Graph(graph, self._stream, len(calls))
+        return Graph(graph, self._stream, calls)
 
     def flush_l2(self) -> None:
-        """Enqueue a read of other memory that leaves nothing else in the second-level cache, and nothing to write back."""
+        """Enqueue a read of other memory that leaves nothing else in the second-level cache, nor what is unwritten."""
         if self._flush is None:
             self._flush = self.alloc(max(FLUSH_CACHES * self.gpu.l2_bytes, LEAST_FLUSH_BYTES))
             self.fill(self._flush)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..errors import CompileError, DeviceError, GpuFaultError, GpuMemoryError
+from ..errors import CompileError, DeviceError, GpuFaultError, GpuMemoryError, LowbitError
 
 STICKY = frozenset(
     f"CUDA_ERROR_{name}"
@@ -66,11 +66,25 @@ def translated(doing: str) -> Iterator[None]:
     """
     try:
         yield
+    except LowbitError:
+        raise
     except Exception as error:
         name = _NAME.search(str(error))
-        if name is None or isinstance(error, DeviceError | CompileError):
+        if name is not None:
+            raise typed(name[0], doing) from error
+        if not isinstance(error, RuntimeError):
             raise
-        raise typed(name[0], doing) from error
+        # Some of cuda.core's errors do not say what the driver said. If the context is broken, it says so again.
+        status = _context_status()
+        raise (typed(status, doing) if status else DeviceError(f"{doing}: {error}")) from error
+
+
+def _context_status() -> str:
+    """The name of the error that the current context is in; empty for none."""
+    from cuda.bindings import driver
+
+    (status,) = driver.cuCtxSynchronize()
+    return "" if int(status) == 0 else str(status.name)
 
 
 def checked(result: tuple[Any, ...], doing: str) -> Any:
