@@ -4,26 +4,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from ..kernels.backend import Code, Rejected
-from ..kernels.candidate import Candidate
+from ..kernels.candidate import RAW, Candidate
 from ..kernels.errors import NoWinnerError
 from ..kernels.packing import Packing, packings
 from ..kernels.problem import Problem
 
 if TYPE_CHECKING:
-    from ..costmodel.device import Device
-    from ..costmodel.features import Features
-    from ..costmodel.lep import Coefficients
-    from ..costmodel.tile import TileCounts
+    from ..costmodel.counts import Counts
     from ..db.records import Measurement, Winner
+    from ..search.features import Features
     from ..search.tiles import TileCounter
+    from .target import Prices, Target
 
 Report = Callable[[str, int, int | None, str], None]
 """``(phase, done, total, message)``, as `lowbit.autotune.progress` shows it."""
+
+NATIVE = ("integer", RAW)
+"""Pipelines that contract codes without making floats of them."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,8 @@ class Knowledge:
 
     Attributes
     ----------
-    coefficients : Coefficients or None
-        Of the extended form; None if the device was never calibrated with this many threads.
+    prices : Prices or None
+        None if nothing prices candidates: the device was never calibrated with this many threads.
     measurements : dict
         By candidate name, correct ones only.
     winner : Winner or None
@@ -42,15 +44,13 @@ class Knowledge:
         The same of another toolchain, if there is no current one; its timings may no longer hold.
     """
 
-    coefficients: Coefficients | None = None
+    prices: Prices | None = None
     measurements: Mapping[str, Measurement] = field(default_factory=dict)
     winner: Winner | None = None
     stale: Winner | None = None
 
     @classmethod
-    def read(
-        cls, path: Path, device: str, problem: Problem, tokens: int, threads: int, toolchain: str, protocol: str
-    ) -> Self:
+    def read(cls, path: Path, target: Target, problem: Problem, tokens: int, protocol: str) -> Self:
         """Look everything up, without changing the file.
 
         Raises
@@ -58,17 +58,17 @@ class Knowledge:
         DatabaseError
             If ``path`` is missing or refused.
         """
-        from ..costmodel.lep import Coefficients
         from ..db.store import Store
 
+        device, toolchain = target.fingerprint, target.backend.toolchain()
         with Store.open(path, mode="read") as store:
-            calibration = store.calibration(device, threads)
+            prices = target.known_prices(store)
             measured = store.measurements(device, problem.key, tokens, toolchain, protocol)
             winners = store.winners(device, problem.key)
         covering = sorted((w for w in winners if w.covers(tokens)), key=lambda w: w.created, reverse=True)
         current = next((w for w in covering if w.toolchain == toolchain), None)
         return cls(
-            None if calibration is None else Coefficients.from_dict(calibration["extended"]),
+            prices,
             {m.candidate: m for m in measured if m.status == "ok"},
             current,
             covering[0] if covering and current is None else None,
@@ -81,16 +81,19 @@ class Priced:
 
     Attributes
     ----------
-    tiles : tuple of TileCounts
-        What was counted in its code, one for each packed operand.
+    counts : tuple of Counts
+        What was counted in its code.
+    unpacking : dict
+        The unpacking instructions of its hot loops, by packed operand or loop, then by mnemonic.
     predicted_us : float or None
-        None without coefficients.
+        None where nothing prices candidates.
     measurement : Measurement or None
     """
 
     candidate: Candidate
     features: Features
-    tiles: tuple[TileCounts, ...]
+    counts: tuple[Counts, ...]
+    unpacking: Mapping[str, Mapping[str, int]]
     predicted_us: float | None
     measurement: Measurement | None
 
@@ -122,7 +125,8 @@ class PackingCost:
     unpack_ops_per_32 : float or None
         Instructions in its assembly that only unpack, per 32 values.
     unpacking : dict
-        For each packed operand (``k``, ``v``) the unpacking instructions of one iteration, by mnemonic.
+        For each packed operand (``k``, ``v``), or loop over one, the unpacking instructions of one iteration, by
+        mnemonic.
     reason : str
         Why there is no candidate; empty if there is one.
     """
@@ -152,11 +156,8 @@ class Explanation:
     Attributes
     ----------
     problem : Problem
-    tokens, threads : int
-    device : str
-        Fingerprint.
-    target : str
-        Instruction set that the code is for.
+    tokens : int
+    target : Target
     winner : Winner or None
         The stored winner that made the choice; None if the prediction made it.
     choice : Priced
@@ -168,21 +169,25 @@ class Explanation:
         One for each registered packing of the format.
     codes : tuple of Code
         Generated code of the choice.
+    facts : dict
+        What else the device says about the choice.
+    unfit : dict
+        How many candidates are pruned for what was found in their code, by reason.
     uncounted : dict
         How many candidates were left out because their code could not be counted, by reason.
     """
 
     problem: Problem
     tokens: int
-    threads: int
-    device: str
-    target: str
+    target: Target
     winner: Winner | None
     choice: Priced
     runner_up: Priced | None
     terms_us: Mapping[str, float]
     packings: tuple[PackingCost, ...]
     codes: tuple[Code, ...]
+    facts: Mapping[str, Any]
+    unfit: Mapping[str, int]
     uncounted: Mapping[str, int]
 
     @property
@@ -205,14 +210,15 @@ class Explanation:
         return {
             "problem": self.problem.key,
             "tokens": self.tokens,
-            "threads": self.threads,
-            "device": self.device,
-            "isa": self.target,
+            "threads": self.target.threads,
+            "device": self.target.fingerprint,
+            "isa": self.target.backend.target(),
             "provenance": self.provenance,
             "winner": None if self.winner is None else asdict(self.winner),
-            "choice": {**self.choice.as_dict(), "terms_us": dict(self.terms_us)},
+            "choice": {**self.choice.as_dict(), "terms_us": dict(self.terms_us), **self.facts},
             "runner_up": None if self.runner_up is None else self.runner_up.as_dict(),
             "unpack_ops_per_32": self.unpack_ops_per_32,
+            **({"unfit": dict(self.unfit)} if self.unfit else {}),
             "uncounted": dict(self.uncounted),
             "packings": [cost.as_dict() for cost in self.packings],
         }
@@ -221,24 +227,23 @@ class Explanation:
 def explain(
     problem: Problem,
     tokens: int,
-    threads: int,
+    target: Target,
     counter: TileCounter,
-    device: Device,
     knowledge: Knowledge,
     protocol: str,
     report: Report,
 ) -> Explanation:
     """Gather the answer.
 
-    Without coefficients nothing is predicted, and the choice is the candidate that unpacks with the fewest operations
-    unless the database names a winner.
+    Where nothing prices candidates nothing is predicted, and the choice is the candidate that unpacks with the fewest
+    operations unless the database names a winner.
 
     Parameters
     ----------
-    counter : TileCounter
-        Counts the instructions of candidates; its backend is the one that is asked about.
-    device : Device
+    target : Target
         That ``knowledge`` is about.
+    counter : TileCounter
+        Counts the instructions of candidates.
     protocol : str
         ``cold`` or ``warm``: what predictions and measurements are of.
 
@@ -249,9 +254,8 @@ def explain(
     """
     from ..search.features import extract
 
-    backend = counter.backend
     report("enumerating", 0, None, problem.key)
-    space = list(backend.space(problem, threads))
+    space = list(target.backend.space(problem, target.threads))
     legal = {each.name: each for each in space if not isinstance(each, Rejected)}
     rejected = [each for each in space if isinstance(each, Rejected)]
     chosen = None if knowledge.winner is None else Candidate.parse(knowledge.winner.candidate)
@@ -262,18 +266,12 @@ def explain(
         [tokens],
         legal,
         counter,
-        device.line_bytes,
+        target,
         lambda done, total: report("counting instructions", done, total, problem.key),
     )
-    features = found.features[tokens]
-    if protocol == "cold":
-        # Operands that come from memory have no working set in a cache.
-        outside_bytes = 2 * max(cache.size_bytes for cache in device.caches)
-        features = {
-            name: replace(each, working_set_bytes=max(each.working_set_bytes, outside_bytes))
-            for name, each in features.items()
-        }
-    priced = _price(legal, features, found.tiles, knowledge)
+    rejected += [Rejected(legal[name], reason) for name, reason in found.unfit.items()]
+    features = {name: target.as_timed(each, protocol) for name, each in found.features[tokens].items()}
+    priced = _price(target, legal, features, found.tiles, knowledge)
     if not priced:
         raise NoWinnerError(f"{problem.key} has no candidate that this device can run")
     choice = priced.get("" if chosen is None else chosen.name) or min(priced.values(), key=_predicted_rank)
@@ -283,32 +281,38 @@ def explain(
     return Explanation(
         problem,
         tokens,
-        threads,
-        device.fingerprint,
-        backend.target(),
+        target,
         knowledge.winner if choice.candidate == chosen else None,
         choice,
         min(timed, key=_measured_rank) if timed else min(others, key=_predicted_rank, default=None),
-        _terms(choice.features, knowledge.coefficients),
+        {} if knowledge.prices is None else knowledge.prices.terms_us(choice.features),
         tuple(packing_costs(problem, list(priced.values()), rejected)),
-        tuple(backend.code(problem, choice.candidate)),
+        tuple(target.backend.code(problem, choice.candidate)),
+        target.facts(problem, choice.candidate, tokens, choice.counts, choice.features),
+        dict(Counter(found.unfit.values()).most_common()),
         dict(Counter(found.failed.values()).most_common()),
     )
 
 
 def _price(
+    target: Target,
     candidates: Mapping[str, Candidate],
     features: Mapping[str, Features],
-    tiles: Mapping[str, tuple[TileCounts, ...]],
+    counts: Mapping[str, tuple[Counts, ...]],
     knowledge: Knowledge,
 ) -> dict[str, Priced]:
-    from ..costmodel.lep import predict_many
-
     predicted: Iterable[float | None] = [None] * len(features)
-    if knowledge.coefficients is not None:
-        predicted = map(float, predict_many(list(features.values()), knowledge.coefficients))
+    if knowledge.prices is not None:
+        predicted = map(float, knowledge.prices.predict_us(list(features.values())))
     return {
-        name: Priced(candidates[name], each, tiles[name], time_us, knowledge.measurements.get(name))
+        name: Priced(
+            candidates[name],
+            each,
+            counts[name],
+            target.unpacking(counts[name]),
+            time_us,
+            knowledge.measurements.get(name),
+        )
         for (name, each), time_us in zip(features.items(), predicted, strict=True)
     }
 
@@ -322,25 +326,13 @@ def _measured_rank(priced: Priced) -> tuple[float, str]:
     return priced.median_us or 0.0, priced.candidate.name
 
 
-def _terms(features: Features, coefficients: Coefficients | None) -> dict[str, float]:
-    from ..costmodel.lep import explain as terms
-
-    if coefficients is None:
-        return {}
-    found = asdict(terms(features, coefficients))
-    instructions = {f"{kind} instructions": time_us for kind, time_us in found.pop("instructions_us").items()}
-    overlap_us = found.pop("overlap_us")
-    rest = {name.removesuffix("_us"): time_us for name, time_us in found.items()}
-    return {"memory": rest.pop("memory"), **instructions, **rest, "overlap": -overlap_us}
-
-
 def packing_costs(problem: Problem, priced: Sequence[Priced], rejected: Sequence[Rejected]) -> Iterable[PackingCost]:
     """Unpacking operations of each registered packing of the problem's format.
 
     For each packing the best legal candidate counts: the fewest operations, then the lowest prediction. Candidates are
-    those of the integer pipeline, for formats that have one.
+    those of the pipelines that stay in integers, for formats that have one.
     """
-    native = [each for each in priced if each.candidate.pipeline == "integer"] or list(priced)
+    native = [each for each in priced if each.candidate.pipeline in NATIVE] or list(priced)
     for packing in packings(problem.stored(problem.roles[0]).format):
         pool = [each for each in native if _packings_of(each.candidate) == {packing.name}]
         if not pool:
@@ -349,8 +341,7 @@ def packing_costs(problem: Problem, priced: Sequence[Priced], rejected: Sequence
         best = min(
             pool, key=lambda each: (each.features.unpack_ops_per_32, each.predicted_us or 0.0, each.candidate.name)
         )
-        unpacking = {tile.role: tile.unpacking for tile in best.tiles}
-        yield PackingCost(packing, best.candidate, best.features.unpack_ops_per_32, unpacking)
+        yield PackingCost(packing, best.candidate, best.features.unpack_ops_per_32, best.unpacking)
 
 
 def _packings_of(candidate: Candidate) -> set[str]:

@@ -30,6 +30,7 @@ Exit status:
   7    an unknown model, or a model file that cannot be read
   8    the machine was too noisy to measure on
   9    a kernel of your own is declared wrongly, fails, or differs from its reference
+  10   machine code in a database that nobody vouched for, or that was changed
   130  interrupted; what was measured is kept
   141  the reader of the output went away
 """

@@ -15,7 +15,7 @@ from ..kernels.problem import OPERATORS, PRECISIONS, USER, Problem, check_tokens
 from .models import PRESETS, Geometry, Matrix, model_named
 
 if TYPE_CHECKING:
-    from ..kernels.backend import Backend
+    from .target import Target
 
 DEFAULT_MODEL = "llama-3.2-1b"
 
@@ -88,9 +88,23 @@ def geometry_options(function: F) -> F:
 
 
 def device_option(function: F) -> F:
-    return click.option("--device", default="cpu", show_default=True, metavar="NAME", help="Device to tune for.")(
-        function
-    )
+    return click.option(
+        "--device",
+        default="cpu",
+        show_default=True,
+        metavar="NAME",
+        help="Device to tune for: cpu, or a GPU's architecture such as sm_86, which need not be here. 'autotune "
+        "devices' lists them.",
+    )(function)
+
+
+def gpu_option(function: F) -> F:
+    return click.option(
+        "--gpu",
+        metavar="BOARD",
+        help="Board of a GPU architecture, such as 'RTX 3090'.  [default: the one that is here, else the "
+        "architecture's most common one]",
+    )(function)
 
 
 MOST_THREADS = 256
@@ -295,18 +309,18 @@ def matrices(model: str | None, rows: int | None, columns: int | None) -> tuple[
     return (Matrix("matrix", rows, columns),)
 
 
-def backend_for(device: str) -> Backend:
-    """The backend called ``device``, or the one that ``module:callable`` makes.
+def target_for(device: str, threads: int | None = None, gpu: str | None = None, isa: str = "") -> Target:
+    """What is to be tuned for: see `lowbit.autotune.target.target_for`.
 
     Raises
     ------
     DeviceError
-        If there is none.
+        If there is no such device, or no such board of it.
     """
-    from ..search.worker import resolve_backend
+    from .target import target_for
 
     try:
-        return resolve_backend(device)
+        return target_for(device, threads, gpu, isa)
     except LowbitError:
         raise
     except Exception as error:

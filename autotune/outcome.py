@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from ..db.records import Measurement
 from ..kernels.problem import USER, Problem
 from ..search.strategy import Choice
+from .phases import Phases
 
 FAULTS = ("wrong", "crashed", "hung", "illegal_instruction")
 """Statuses of candidates that ran and did not work."""
@@ -29,8 +30,8 @@ class Options:
         Database; created if missing.
     device : str
         Backend: a name for `backend_named`, or ``module:callable`` that makes one.
-    strategy : str
-        ``lep``, ``verify``, ``optuna`` or ``oracle``.
+    strategy : str or None
+        ``lep``, ``verify``, ``optuna`` or ``oracle``; None for ``verify`` where the device is at hand, else ``lep``.
     top_k : int or None
         Length of the predicted shortlist; 8, or 4 with ``quick``.
     trials : int
@@ -45,6 +46,8 @@ class Options:
         Modules to import first, here and in every worker.
     protocol : str
         ``cold`` or ``warm``; see `lowbit.search.timing`.
+    gpu : str or None
+        Board of a GPU architecture; its most common one if None.
     asked : str
         The options of the command that say which problems were asked for, for the record of runs.
     deadlines_s : mapping of str to float
@@ -53,7 +56,7 @@ class Options:
 
     db_path: Path
     device: str = "cpu"
-    strategy: str = "verify"
+    strategy: str | None = None
     top_k: int | None = None
     trials: int = 40
     budget_s: float | None = None
@@ -61,6 +64,7 @@ class Options:
     quick: bool = False
     plugins: tuple[str, ...] = ()
     protocol: str = DEFAULT_PROTOCOL
+    gpu: str | None = None
     asked: str = ""
     deadlines_s: Mapping[str, float] = field(default_factory=dict)
 
@@ -74,8 +78,9 @@ class Options:
         """
         user = self.device.startswith(USER)
         parts = [f"kernel {self.device.removeprefix(USER)}" if user else f"--device {self.device}"]
+        parts += [f"--gpu {self.gpu!r}"] if self.gpu else []
         parts += [self.asked] if self.asked else []
-        parts += [f"--strategy {self.strategy}"]
+        parts += [f"--strategy {self.strategy}"] if self.strategy else []
         parts += [f"--budget {self.budget_s:g}"] if self.budget_s is not None else []
         parts += ["--quick"] if self.quick else []
         parts += [f"--plugin {each}" for each in self.plugins]
@@ -182,6 +187,8 @@ class TuneReport:
         What could not be decided because of contention, and was predicted.
     undecided : list of str
         What has no winner: the time was up before anything of it was predicted or measured.
+    phases : list of Phases
+        Whether each problem's layout changes with its length, stored winners of earlier runs included.
     """
 
     device: dict[str, Any]
@@ -197,6 +204,7 @@ class TuneReport:
     unmeasured: int = 0
     noisy: list[str] = field(default_factory=list)
     undecided: list[str] = field(default_factory=list)
+    phases: list[Phases] = field(default_factory=list)
 
     @property
     def unchecked(self) -> list[str]:
@@ -221,6 +229,7 @@ class TuneReport:
         return {
             "device": self.device,
             "problems": [decision.as_dict() for decision in self.decisions],
+            "phases": [each.as_dict() for each in self.phases],
             "space": {
                 "candidates": self.candidates,
                 "pruned": self.reasons.total(),

@@ -7,12 +7,15 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+if TYPE_CHECKING:
+    from .phases import Phases
 
 _PIPED_WIDTH = 160
 """Columns of a table that goes to a file or pipe, whose width nobody knows."""
@@ -86,6 +89,15 @@ def print_winners(title: str, results: Sequence[Result]) -> None:
         cells = (f"{each.problem}\n{each.tokens}", each.candidate.replace("; ", "\n"), "\n".join(result))
         rows.append(cells)
     print_table(title, ("problem, length", "winner", "result"), rows, lines=True)
+
+
+def print_phases(found: Sequence[Phases]) -> None:
+    """Say of each problem that has several lengths whether its layout changes with them, and why."""
+    devices = len({each.device for each in found}) > 1
+    for each in found:
+        if sum(len(phase.tokens) for phase in each.phases) > 1:
+            where = f"{each.problem} on {each.device}" if devices else each.problem
+            click.echo(f"{where}: {each.reason}")
 
 
 def length_name(problem: str) -> str:

@@ -6,7 +6,6 @@ import itertools
 import sys
 from collections.abc import Sequence
 
-from ..costmodel.device import Device, detect
 from ..db.records import Measurement
 from ..db.store import Store
 from ..kernels.backend import Backend
@@ -17,9 +16,8 @@ from ..kernels.problem import Problem
 from ..search.crew import Crew
 from ..search.messages import Prepare, Setup
 from ..search.rounds import Fault
-from ..search.timing import protocol_here
-from ..search.worker import resolve_backend
 from .outcome import Options, Progress
+from .target import Target, target_for
 
 _TOO_COARSE = "; 8 bits may be too coarse: raise the tolerance, or declare pipelines=('float',)"
 
@@ -43,19 +41,19 @@ def preflight(problems: Sequence[Problem], tokens: int, options: Options, progre
     KernelError
         If it is wrong, crashes or hangs, or if its reference fails.
     """
-    backend, device = resolve_backend(options.device), detect()
+    target = target_for(options.device, options.threads, options.gpu)
+    backend = target.backend
     if isinstance(backend, UserBackend):
         backend.definition.check_reference()
-    threads = options.threads or device.cores
-    setup = Setup(options.device, options.plugins, threads, search_path=tuple(sys.path))
+    setup = Setup(options.device, options.plugins, target.threads, search_path=tuple(sys.path))
     with Crew(setup, 1, options.deadlines_s) as crew:
         for done, problem in enumerate(problems):
             progress.update("checking", done, len(problems), problem.key)
-            for candidate in _first_ones(backend, problem, threads):
+            for candidate in _first_ones(backend, problem, target.threads):
                 fault = crew.ask(Prepare(problem.key, tokens, candidate.name))
                 if not isinstance(fault, Fault):
                     continue
-                _keep(options, device, backend, problem, tokens, candidate, fault)
+                _keep(options, target, problem, tokens, candidate, fault)
                 if fault.status == "compile_failed":
                     raise CompileError(fault.message)
                 said = f"{problem.key} in {candidate.pipeline}s: {fault.status}, {fault.message}"
@@ -74,24 +72,23 @@ def _first_ones(backend: Backend, problem: Problem, threads: int) -> list[Candid
 
 def _keep(
     options: Options,
-    device: Device,
-    backend: Backend,
+    target: Target,
     problem: Problem,
     tokens: int,
     candidate: Candidate,
     fault: Fault,
 ) -> None:
     measurement = Measurement(
-        device=device.fingerprint,
+        device=target.fingerprint,
         problem=problem.key,
         tokens=tokens,
         candidate=candidate.name,
-        protocol=protocol_here(options.protocol),
+        protocol=target.protocol(options.protocol),
         status=fault.status,
         max_error=fault.max_error,
         message=fault.message,
-        toolchain=backend.toolchain(),
+        toolchain=target.backend.toolchain(),
     )
     with Store.open(options.db_path) as store:
-        store.put_device(device.fingerprint, device.as_dict())
+        store.put_device(target.fingerprint, target.as_dict())
         store.put_measurement(measurement)

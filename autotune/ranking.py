@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from ..costmodel.device import Device
-from ..costmodel.features import Features
-from ..costmodel.lep import Coefficients, predict_many
-from ..kernels.backend import Backend, Rejected
+from ..kernels.backend import Rejected
 from ..kernels.candidate import Candidate
 from ..kernels.problem import Problem
-from ..search.features import extract
+from ..search.features import Features, extract
 from ..search.session import Bench
 from ..search.tiles import TileCounter
 from .outcome import Progress, TuneReport
+from .target import Prices, Target
 
 
 @dataclass(frozen=True)
@@ -43,57 +41,59 @@ class Ranked:
     features: dict[str, Features]
 
 
-def as_timed(features: Features, protocol: str, cache_bytes: int) -> Features:
-    """Features as the timing protocol has it: ``cold`` operands come from memory, however small they are."""
-    if protocol == "warm":
-        return features
-    return replace(features, working_set_bytes=max(features.working_set_bytes, 2 * cache_bytes))
-
-
 @dataclass(frozen=True)
 class Ranker:
     """Ranks spaces; notes in ``report`` what they hold and how long the ranking took.
 
     Parameters
     ----------
-    backend : Backend
-    device : Device
-    threads : int
+    target : Target
+    prices : Prices
     bench : Bench
-        Its crew counts tile functions; its store keeps counts, spaces and features.
-    coefficients : Coefficients
+        Its crew counts code; its store keeps counts, spaces and features.
     progress : Progress
     report : TuneReport
     until : float or None
         `time.monotonic` value at which counting stops; candidates that are not counted by then are ranked last.
     """
 
-    backend: Backend
-    device: Device
-    threads: int
+    target: Target
+    prices: Prices
     bench: Bench
-    coefficients: Coefficients
     progress: Progress
     report: TuneReport
     until: float | None = None
 
     def rank(self, problem: Problem, tokens: Sequence[int]) -> list[Ranked]:
         """The space of ``problem`` ranked at each context length."""
-        candidates = self._space(problem)
-        bench = self.bench
+        self.progress.update("counting instructions", 0, None, problem.key)
+        candidates, rejected = self._space(problem)
+        bench, backend = self.bench, self.target.backend
+        bench.store.put_space(problem.key, bench.device, list(candidates), rejected)
         found = extract(
             problem,
             tokens,
             candidates,
-            TileCounter(self.backend, bench.crew, bench.store, self.backend.tile_toolchain()),
-            self.device.line_bytes,
+            TileCounter(backend, bench.crew, bench.store, backend.tile_toolchain()),
+            self.target,
             lambda done, total: self.progress.update("counting instructions", done, total, problem.key),
             self.until,
         )
-        self.report.unpredicted.update(found.failed.values())
+        if found.unfit:
+            candidates = {name: each for name, each in candidates.items() if name not in found.unfit}
+            rejected += found.unfit.items()
+            bench.store.put_space(problem.key, bench.device, list(candidates), rejected)
+        self._note(candidates, rejected, found.failed)
         for each in tokens:
             self._keep(problem, each, found.features[each])
         return [self._order(problem, each, candidates, found.features[each]) for each in tokens]
+
+    def _note(
+        self, candidates: Mapping[str, Candidate], rejected: Sequence[tuple[str, str]], failed: Mapping[str, str]
+    ) -> None:
+        self.report.candidates += len(candidates)
+        self.report.reasons.update(reason for _, reason in rejected)
+        self.report.unpredicted.update(failed.values())
 
     def _keep(self, problem: Problem, tokens: int, features: dict[str, Features]) -> None:
         """Store what differs from what is stored, for people who ask the database."""
@@ -104,32 +104,28 @@ class Ranker:
         if changed:
             store.put_features(device, problem.key, tokens, changed, toolchain)
 
-    def _space(self, problem: Problem) -> dict[str, Candidate]:
-        self.progress.update("counting instructions", 0, None, problem.key)
+    def _space(self, problem: Problem) -> tuple[dict[str, Candidate], list[tuple[str, str]]]:
         candidates: dict[str, Candidate] = {}
         rejected: list[tuple[str, str]] = []
-        for each in self.backend.space(problem, self.threads):
+        for each in self.target.backend.space(problem, self.target.threads):
             if isinstance(each, Rejected):
                 rejected.append((each.candidate.name, each.reason))
             else:
                 candidates[each.name] = each
-        self.bench.store.put_space(problem.key, self.bench.device, list(candidates), rejected)
-        self.report.candidates += len(candidates)
-        self.report.reasons.update(reason for _, reason in rejected)
-        return candidates
+        return candidates, rejected
 
     def _order(
         self, problem: Problem, tokens: int, candidates: dict[str, Candidate], features: dict[str, Features]
     ) -> Ranked:
         names = list(features)
-        seen = [as_timed(features[name], self.bench.protocol, self.bench.cache_bytes) for name in names]
+        seen = [self.target.as_timed(features[name], self.bench.protocol) for name in names]
         started = time.perf_counter()
-        predicted = predict_many(seen, self.coefficients)
+        predicted = self.prices.predict_us(seen)
         order = np.argsort(predicted, kind="stable")
         self.report.select_ms += (time.perf_counter() - started) * 1e3
         predicted_us = {names[i]: float(predicted[i]) for i in order}
         # Where nothing is predicted, the baseline is the safest choice.
-        baseline = self.backend.baseline(problem, self.threads).name
+        baseline = self.target.backend.baseline(problem, self.target.threads).name
         unknown = sorted((name for name in candidates if name not in predicted_us), key=lambda name: name != baseline)
         predicted_us |= dict.fromkeys(unknown, math.inf)
         ranked = {name: candidates[name] for name in predicted_us}

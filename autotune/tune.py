@@ -13,13 +13,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
-from ..costmodel.calibrate import Calibration, calibrate
-from ..costmodel.device import Device, detect
 from ..db.records import TIMED, Winner
 from ..db.store import Store
-from ..kernels.backend import Backend
+from ..kernels.candidate import Candidate
 from ..kernels.errors import LowbitError, NoiseError
 from ..kernels.problem import Problem, check_tokens
 from ..search.crew import Crew
@@ -27,11 +23,12 @@ from ..search.messages import Setup
 from ..search.rounds import Effort
 from ..search.session import Bench, DeviceSession
 from ..search.strategy import FINAL, SCREEN, Choice, Parameters, Strategy, predicted_choice, strategy_named
-from ..search.timing import PROTOCOLS, protocol_here
-from ..search.worker import resolve_backend
+from ..search.timing import PROTOCOLS
 from .outcome import Decision, Options, Progress, Silent, TuneInterrupted, TuneReport
+from .phases import phases_in
 from .ranges import store_winner
-from .ranking import Ranked, Ranker, as_timed
+from .ranking import Ranked, Ranker
+from .target import Prices, Target, target_for
 
 CALIBRATION_S = {False: 40.0, True: 10.0}
 QUICK_SCREEN = Effort(min_rounds=3, max_rounds=6, target_spread=0.1)
@@ -67,7 +64,7 @@ def tune(
     ProblemError
         For a length that is none.
     DeviceError
-        For an unknown device, or workers that cannot start.
+        For an unknown device, one that the strategy measures on and that is not here, or workers that cannot start.
     DatabaseError
         If the database cannot be used; it is left as it was.
     CompileError
@@ -83,17 +80,17 @@ def tune(
     }
     for plugin in options.plugins:
         importlib.import_module(plugin)
-    backend = resolve_backend(options.device)
-    strategy = strategy_named(options.strategy)
+    target = target_for(options.device, options.threads, options.gpu)
+    strategy = _strategy(options.strategy, target)
+    options = replace(options, strategy=strategy.name)
     if options.protocol not in PROTOCOLS:
         raise LowbitError(f"unknown protocol {options.protocol!r}: choose one of {', '.join(PROTOCOLS)}")
-    device = detect()
-    report = TuneReport(device.as_dict(), options.db_path)
+    report = TuneReport(target.as_dict(), options.db_path)
     with Store.open(options.db_path) as store, _terminating():
         run = store.put_run(options.command(work))
         status = "failed"
         try:
-            _Run(backend, strategy, device, store, run, options, progress or Silent(), report).tune(work)
+            _Run(target, strategy, store, run, options, progress or Silent(), report).tune(work)
             status = "finished"
         except KeyboardInterrupt:
             status = "interrupted"
@@ -103,36 +100,47 @@ def tune(
     return report
 
 
+def _strategy(name: str | None, target: Target) -> Strategy:
+    """What was asked for, or else ``verify`` where the device is at hand and ``lep`` where it is not.
+
+    Raises
+    ------
+    LowbitError
+        For an unknown name.
+    DeviceError
+        If the device is not here and the strategy measures.
+    """
+    strategy = strategy_named(name or ("verify" if target.present else "lep"))
+    if strategy.measures:
+        target.require_present(f"--strategy {strategy.name} cannot measure, --strategy lep predicts")
+    return strategy
+
+
 class _Run:
     """One call of `tune`."""
 
     def __init__(
         self,
-        backend: Backend,
+        target: Target,
         strategy: Strategy,
-        device: Device,
         store: Store,
         run: int,
         options: Options,
         progress: Progress,
         report: TuneReport,
     ) -> None:
-        self.backend, self.strategy, self.device, self.store = backend, strategy, device, store
+        self.target, self.strategy, self.store = target, strategy, store
         self.run, self.options, self.progress, self.report = run, options, progress, report
-        self.threads = options.threads or device.cores
-        self.toolchain = backend.toolchain()
-        self.cache_bytes = max(cache.size_bytes for cache in device.caches)
+        self.toolchain = target.backend.toolchain()
         self.started = time.monotonic()
 
     def tune(self, work: Mapping[Problem, Sequence[int]]) -> None:
-        self.store.put_device(self.device.fingerprint, self.device.as_dict())
-        calibration = self._calibration()
+        self.store.put_device(self.target.fingerprint, self.target.as_dict())
+        prices = self._prices()
         setup, size = self._crew_plan(work)
         with Crew(setup, size, self.options.deadlines_s) as crew:
             bench = self._bench(crew, setup)
-            ranker = Ranker(
-                self.backend, self.device, self.threads, bench, calibration.extended, self.progress, self.report
-            )
+            ranker = Ranker(self.target, prices, bench, self.progress, self.report)
             ranked = []
             counted_by = self._counting_deadline()
             for number, (problem, tokens) in enumerate(work.items()):
@@ -141,7 +149,16 @@ class _Run:
                     now = time.monotonic()
                     until = now + max(counted_by - now, 0.0) / (len(work) - number)
                 ranked += replace(ranker, until=until).rank(problem, tokens)
-            self._decide(ranked, bench, calibration)
+            self._decide(ranked, bench, prices)
+        self._conclude(work)
+
+    def _conclude(self, work: Mapping[Problem, Sequence[int]]) -> None:
+        """What only all lengths of a problem together say."""
+        for problem in work:
+            stored = self.store.winners(self.target.fingerprint, problem.key)
+            own = [w for w in stored if w.toolchain == self.toolchain]
+            self.report.phases += phases_in(self.store, own)
+            self.target.ship(self.store, problem, [Candidate.parse(w.candidate) for w in own])
 
     def _counting_deadline(self) -> float | None:
         """When counting has to stop, so that a short budget leaves time to measure something."""
@@ -152,33 +169,31 @@ class _Run:
 
     # -- what everything rests on ---------------------------------------------------------------------------------
 
-    def _calibration(self) -> Calibration:
-        stored = self.store.calibration(self.device.fingerprint, self.threads)
-        if stored is not None:
-            try:
-                return Calibration.from_dict(stored)
-            except (KeyError, TypeError):
-                pass  # Another release's form: this machine is at hand, so measure again.
-        budget_s = CALIBRATION_S[self.options.quick]
-        self.progress.update("calibrating", 0, 1, f"{self.device.description}, {self.threads} threads")
-        calibration = calibrate(self.device, self.threads, budget_s)
-        self.store.put_calibration(self.device.fingerprint, self.threads, calibration.as_dict(), self.toolchain)
-        self.progress.update("calibrating", 1, 1, f"{calibration.seconds:.0f} s")
-        return calibration
+    def _prices(self) -> Prices:
+        known = self.target.known_prices(self.store)
+        if known is not None:
+            return known
+        self.progress.update("calibrating", 0, 1, self.target.description)
+        fit = self.target.calibrate(CALIBRATION_S[self.options.quick])
+        self.store.put_calibration(self.target.fingerprint, self.target.threads, fit.as_dict(), self.toolchain)
+        self.progress.update("calibrating", 1, 1, f"{fit.seconds:.0f} s")
+        return self.target.prices(fit)
 
     def _crew_plan(self, work: Mapping[Problem, Sequence[int]]) -> tuple[Setup, int]:
-        """As many workers as threads, but no more than their operands leave memory for."""
+        """As many workers as can be busy at once, but no more than their operands leave memory for."""
         import psutil
 
         available = int(psutil.virtual_memory().available)
-        values = max(p.kv_heads * p.head_dim * max(tokens) for p, tokens in work.items())
+        values = 0
+        if self.strategy.measures:
+            values = max(p.kv_heads * p.head_dim * max(tokens) for p, tokens in work.items())
         room = int(0.7 * available) // (WORKER_BYTES + BYTES_PER_VALUE * values)
-        size = max(1, min(self.threads, self.device.cores, room))
+        size = max(1, min(self.target.workers, room))
         setup = Setup(
             backend=self.options.device,
             plugins=self.options.plugins,
-            threads=self.threads,
-            cache_bytes=self.cache_bytes,
+            threads=self.target.threads,
+            cache_bytes=self.target.cache_bytes,
             memory_bytes=max(256 << 20, min(2 << 30, available // 4 // size)),
             search_path=tuple(sys.path),
         )
@@ -188,9 +203,9 @@ class _Run:
         return Bench(
             crew,
             self.store,
-            self.device.fingerprint,
+            self.target.fingerprint,
             self.toolchain,
-            protocol_here(self.options.protocol),
+            self.target.protocol(self.options.protocol),
             cache_bytes=setup.cache_bytes,
             memory_bytes=setup.memory_bytes,
             run=self.run,
@@ -198,7 +213,7 @@ class _Run:
 
     # -- decisions ------------------------------------------------------------------------------------------------
 
-    def _decide(self, ranked: Sequence[Ranked], bench: Bench, calibration: Calibration) -> None:
+    def _decide(self, ranked: Sequence[Ranked], bench: Bench, prices: Prices) -> None:
         parameters = self._parameters()
         planned = [self.strategy.planned(len(each.candidates), parameters) for each in ranked]
         for index, each in enumerate(ranked):
@@ -215,7 +230,7 @@ class _Run:
                 key = each.problem.key, each.tokens
                 self.report.measurements.update({(*key, n): session.measured[n] for n in session.settled})
                 self.report.unmeasured += len(session.asked - session.settled)
-            self._store(each, choice, calibration)
+            self._store(each, choice, prices)
         if self.report.noisy and len(self.report.noisy) == len(ranked):
             raise NoiseError(
                 "the machine was too busy to measure anything: winners are predicted ones; "
@@ -237,7 +252,7 @@ class _Run:
         if self.options.budget_s is not None:
             now = time.monotonic()
             deadline = now + max(self.started + self.options.budget_s - now, 0.0) / sessions_left
-        baseline = self.backend.baseline(each.problem, self.threads)
+        baseline = self.target.backend.baseline(each.problem, self.target.threads)
         return DeviceSession(bench, each.problem, each.tokens, each.candidates, each.predicted_us, baseline, deadline)
 
     def _reporter(self, session: DeviceSession, before: int, planned: int, total: int) -> Callable[[], None]:
@@ -247,7 +262,7 @@ class _Run:
 
         return report
 
-    def _store(self, each: Ranked, choice: Choice, calibration: Calibration) -> None:
+    def _store(self, each: Ranked, choice: Choice, prices: Prices) -> None:
         measurement = choice.measurement
         predicted_us = choice.predicted_us
         if predicted_us is not None and not 0 < predicted_us < math.inf:
@@ -256,7 +271,7 @@ class _Run:
         if measurement is None and predicted_us is None:
             self.report.undecided.append(f"{each.problem.key}, {each.tokens} {each.problem.length_name}")
             return
-        decision = Decision(each.problem.key, each.tokens, choice, self._bandwidth_share(each, choice, calibration))
+        decision = Decision(each.problem.key, each.tokens, choice, self._bandwidth_share(each, choice, prices))
         self.report.decisions.append(decision)
         measured: dict[str, Any] = {}
         if measurement is not None:
@@ -267,7 +282,7 @@ class _Run:
                 "protocol": measurement.protocol,
             }
         winner = Winner(
-            device=self.device.fingerprint,
+            device=self.target.fingerprint,
             problem=each.problem.key,
             tokens=each.tokens,
             tokens_from=1,
@@ -283,15 +298,12 @@ class _Run:
         )
         store_winner(self.store, winner)
 
-    def _bandwidth_share(self, each: Ranked, choice: Choice, calibration: Calibration) -> float | None:
+    def _bandwidth_share(self, each: Ranked, choice: Choice, prices: Prices) -> float | None:
         measurement, name = choice.measurement, choice.candidate.name
         if measurement is None or measurement.median_us is None or name not in each.features:
             return None
-        features = as_timed(each.features[name], self.options.protocol, self.cache_bytes)
-        gbps = calibration.bandwidth.gbps(
-            np.array([float(features.working_set_bytes)]), np.array([float(self.threads)])
-        )
-        return features.bytes / (float(gbps[0]) * 1e3) / measurement.median_us
+        features = self.target.as_timed(each.features[name], self.options.protocol)
+        return prices.transfer_us(features) / measurement.median_us
 
 
 @contextmanager

@@ -1,16 +1,47 @@
-"""Features of a whole space: counts of its tile functions, and arithmetic for each problem and context length."""
+"""Features of a whole space: counts of its code, and arithmetic for each problem and context length."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
-from ..costmodel.features import Features, features
-from ..costmodel.tile import TileCounts
+from ..costmodel.counts import Counts
 from ..kernels.candidate import Candidate
 from ..kernels.errors import LowbitError
 from ..kernels.problem import Problem
 from .tiles import Report, TileCounter
+
+
+class Features(Protocol):
+    """What a cost model reads about one call of one candidate; each kind of device has its own."""
+
+    @property
+    def bytes(self) -> float:
+        """Bytes that the call reads from memory if no cache holds them."""
+
+    @property
+    def unpack_ops_per_32(self) -> float:
+        """Unpacking instructions for each 32 values of the packed operands."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+
+
+class Device(Protocol):
+    """What turns counts into features."""
+
+    def unfit(self, candidate: Candidate, counts: Sequence[Counts]) -> str | None:
+        """Why code with these counts is not worth running, or cannot run; None if it can."""
+
+    def features(self, problem: Problem, candidate: Candidate, tokens: int, counts: Sequence[Counts]) -> Features:
+        """Features of one call.
+
+        Raises
+        ------
+        LowbitError
+            If it has none, with the reason.
+        """
 
 
 @dataclass(frozen=True)
@@ -21,15 +52,18 @@ class Extraction:
     ----------
     features : dict of int to dict of str to Features
         By context length and candidate name.
-    tiles : dict of str to tuple of TileCounts
+    tiles : dict of str to tuple of Counts
         By candidate name.
     failed : dict of str to str
         Why candidates have no features.
+    unfit : dict of str to str
+        Why candidates whose code was counted are pruned for what was found in it.
     """
 
     features: dict[int, dict[str, Features]]
-    tiles: dict[str, tuple[TileCounts, ...]]
+    tiles: dict[str, tuple[Counts, ...]]
     failed: dict[str, str]
+    unfit: dict[str, str]
 
 
 def extract(
@@ -37,7 +71,7 @@ def extract(
     tokens: Sequence[int],
     candidates: Mapping[str, Candidate],
     counter: TileCounter,
-    line_bytes: int,
+    device: Device,
     report: Report,
     until: float | None = None,
 ) -> Extraction:
@@ -46,18 +80,23 @@ def extract(
     Parameters
     ----------
     report : callable
-        Told how many tile functions are counted, and how many there are.
+        Told how many functions are counted, and how many there are.
     until : float, optional
         `time.monotonic` value at which counting stops; what is not counted by then has no features.
     """
     tiles, failed = counter.count(problem, candidates, report, until)
     found: dict[int, dict[str, Features]] = {each: {} for each in tokens}
+    unfit: dict[str, str] = {}
     for name, own in tiles.items():
+        reason = device.unfit(candidates[name], own)
+        if reason is not None:
+            unfit[name] = reason
+            continue
         try:
-            all_lengths = [features(problem, candidates[name], each, own, line_bytes) for each in tokens]
+            all_lengths = [device.features(problem, candidates[name], each, own) for each in tokens]
         except LowbitError as error:
             failed[name] = str(error)
             continue
         for each, values in zip(tokens, all_lengths, strict=True):
             found[each][name] = values
-    return Extraction(found, tiles, failed)
+    return Extraction(found, tiles, failed, unfit)

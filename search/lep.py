@@ -9,6 +9,7 @@ class Lep(Strategy):
     """The lowest predicted time, ties settled by the least work; measures nothing."""
 
     name = "lep"
+    measures = False
 
     def choose(self, session: Session, parameters: Parameters) -> Choice:
         return predicted_choice(session)

@@ -10,7 +10,7 @@ from .rounds import Fault
 from .timing import Slot
 
 if TYPE_CHECKING:
-    from ..costmodel.tile import TileCounts
+    from ..costmodel.counts import Counts
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Prepared:
 class Counted:
     """Counts by symbol; reasons of the tile functions that cannot be generated or counted."""
 
-    counts: dict[str, TileCounts]
+    counts: dict[str, Counts]
     failed: dict[str, str] = field(default_factory=dict)
 
 

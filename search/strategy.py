@@ -97,7 +97,7 @@ class Choice:
     measurement : Measurement or None
         None if nothing was measured.
     tied : tuple of str
-        Other candidates that the measurement cannot tell from this one.
+        Other candidates that the measurement, or the prediction, cannot tell from this one.
     baseline : Measurement or None
     """
 
@@ -149,6 +149,8 @@ class Strategy(ABC):
     """
 
     name: str
+    measures: bool = True
+    """Whether it needs the device."""
 
     @abstractmethod
     def choose(self, session: Session, parameters: Parameters) -> Choice:
@@ -165,7 +167,8 @@ def predicted_choice(
     """The candidate with the lowest prediction that is not known to be ``faulty``.
 
     Predictions within `PREDICTED_TIE` of the lowest are ties, for the model errs by more than that. Among them the
-    schedule that walks the packed operands least often wins, then the one with least machinery.
+    schedule that walks the packed operands least often wins, then the one with least machinery. Each other layout and
+    pipeline among them is tied, in its best predicted schedule.
     """
     working = [name for name in session.candidates if name not in faulty]
     if not working:
@@ -176,8 +179,15 @@ def predicted_choice(
     def effort(name: str) -> tuple[int, int, int, int]:
         return session.candidates[name].plan.effort
 
-    chosen = min(ties, key=effort)
-    return Choice(session.candidates[chosen], "predicted", session.predicted_us[chosen], baseline=baseline)
+    chosen = session.candidates[min(ties, key=effort)]
+    shapes: dict[tuple[str, str], str] = {}
+    for name in ties if math.isfinite(lowest) else ():
+        each = session.candidates[name]
+        shapes.setdefault((each.layout, each.pipeline), name)
+    shapes.pop((chosen.layout, chosen.pipeline), None)
+    return Choice(
+        chosen, "predicted", session.predicted_us[chosen.name], tied=tuple(shapes.values()), baseline=baseline
+    )
 
 
 def measured_choice(

@@ -1,4 +1,4 @@
-"""What is counted in the tile functions of a space: taken from a store, or counted on all workers at once and kept."""
+"""What is counted in a space's tile functions or kernels: taken from a store, or counted by all workers and kept."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ..costmodel.tile import TileCounts
+from ..costmodel.counts import Counts, restored, stored
 from ..kernels.backend import Backend
 from ..kernels.candidate import Candidate
 from ..kernels.errors import LowbitError
@@ -31,10 +31,10 @@ class TileStore(Protocol):
     """What keeps counts; `lowbit.db.store.Store` does."""
 
     def tiles(self, toolchain: str, symbols: Collection[str] | None = None) -> dict[str, dict[str, Any]]:
-        """`TileCounts.as_dict` by symbol."""
+        """What `lowbit.costmodel.counts.stored` made of counts, by symbol."""
 
     def put_tiles(self, toolchain: str, tiles: Mapping[str, Mapping[str, Any]]) -> None:
-        """Keep `TileCounts.as_dict` by symbol."""
+        """Keep the same."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class TileCounter:
 
     def count(
         self, problem: Problem, candidates: Mapping[str, Candidate], report: Report, until: float | None = None
-    ) -> tuple[dict[str, tuple[TileCounts, ...]], dict[str, str]]:
+    ) -> tuple[dict[str, tuple[Counts, ...]], dict[str, str]]:
         """Counts of every candidate's tile functions.
 
         Parameters
@@ -69,7 +69,7 @@ class TileCounter:
 
         Returns
         -------
-        tiles : dict of str to tuple of TileCounts
+        tiles : dict of str to tuple of Counts
             By candidate name.
         failed : dict of str to str
             Why candidates have none; `OUT_OF_TIME` for those that ``until`` cut off.
@@ -94,7 +94,7 @@ class TileCounter:
             else:
                 counts.update(reply.counts)
                 reasons.update(reply.failed)
-                self.store.put_tiles(self.toolchain, {name: each.as_dict() for name, each in reply.counts.items()})
+                self.store.put_tiles(self.toolchain, {name: stored(each) for name, each in reply.counts.items()})
             report(len(counts) + len(reasons), len(makers))
         tiles = {}
         for name, own in symbols.items():
@@ -105,9 +105,9 @@ class TileCounter:
                 tiles[name] = tuple(counts[symbol] for symbol in own)
         return tiles, failed
 
-    def _known(self, symbols: Collection[str]) -> dict[str, TileCounts]:
-        stored = self.store.tiles(self.toolchain, symbols)
-        read = {symbol: TileCounts.from_dict(values) for symbol, values in stored.items()}
+    def _known(self, symbols: Collection[str]) -> dict[str, Counts]:
+        kept = self.store.tiles(self.toolchain, symbols)
+        read = {symbol: restored(values) for symbol, values in kept.items()}
         return {symbol: each for symbol, each in read.items() if each is not None}
 
     def _answers(

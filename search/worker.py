@@ -221,7 +221,7 @@ class Workbench:
     # -- count ----------------------------------------------------------------------------------------------------
 
     def _count(self, request: Count) -> Counted:
-        from ..costmodel.tile import count
+        from ..costmodel.counts import count
 
         problem = Problem.parse(request.problem)
         counts, failed = {}, {}

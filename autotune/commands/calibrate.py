@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
 @click.command()
 @options.device_option
+@options.gpu_option
 @options.threads_option
 @options.database_option
 @options.json_option
-def calibrate(device: str, threads: int | None, database: Path | None, as_json: bool) -> None:
+def calibrate(device: str, gpu: str | None, threads: int | None, database: Path | None, as_json: bool) -> None:
     """Fit the cost model's coefficients to a device, within a minute.
 
     Times microbenchmarks, which are not the operators that are ranked later, and stores coefficients and residuals.
@@ -31,24 +32,24 @@ def calibrate(device: str, threads: int | None, database: Path | None, as_json: 
     Example:
       autotune calibrate --device cpu --threads 2 --db lowbit.db
     """
-    backend = options.backend_for(device)
+    target = options.target_for(device, threads, gpu)
+    target.require_present("nothing can be calibrated")
     path = options.database_for_tuning(database)
-    from ...costmodel.calibrate import calibrate as measure_and_fit
-    from ...costmodel.device import detect
+    from ...costmodel.calibrate import Calibration
     from ...db.store import Store
 
-    machine = detect()
-    count = threads or machine.cores
     with Store.open(path, mode="tune") as store:
         with progress_on(sys.stderr) as progress:
-            progress.update("calibrating", 0, None, f"{machine.description}, {count} threads")
-            calibration = measure_and_fit(machine, count)
-        store.put_device(machine.fingerprint, machine.as_dict())
-        store.put_calibration(machine.fingerprint, count, calibration.as_dict(), backend.toolchain())
+            progress.update("calibrating", 0, None, target.description)
+            fit = target.calibrate()
+        store.put_device(target.fingerprint, target.as_dict())
+        store.put_calibration(target.fingerprint, target.threads, fit.as_dict(), target.backend.toolchain())
     if as_json:
-        print_json({"db": str(path), **calibration.as_dict()})
+        print_json({"db": str(path), **fit.as_dict()})
+    elif isinstance(fit, Calibration):
+        _print(fit, path)
     else:
-        _print(calibration, path)
+        print_facts("Calibration", {**fit.as_dict(), "stored in": str(path)})
 
 
 def _print(calibration: Calibration, path: Path) -> None:

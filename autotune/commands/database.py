@@ -9,7 +9,7 @@ import click
 
 from ...kernels.errors import NoWinnerError
 from ..options import database_for_reading, database_option, json_option
-from ..output import Result, length_name, print_facts, print_json, print_winners
+from ..output import Result, length_name, print_facts, print_json, print_phases, print_winners
 
 
 @click.group()
@@ -49,19 +49,22 @@ def info(database: Path | None, as_json: bool) -> None:
 @click.option("--problem", metavar="KEY", help="Only this problem's winners, such as 'attend h32/8 d64 q1 w8a8'.")
 @json_option
 def winners(database: Path | None, device: str | None, problem: str | None, as_json: bool) -> None:
-    """List the stored winners and the context lengths each is for.
+    """List the stored winners and the context lengths each is for, and say why the layout changes or does not.
 
     \b
     Example:
       autotune db winners --db lowbit.db --problem 'attend h32/8 d64 q1 w8a8'
     """
     from ...db.store import Store
+    from ..phases import phases_in
 
     path = database_for_reading(database)
     with Store.open(path, mode="read") as store:
         found = store.winners(device, problem)
+        phases = phases_in(store, found)
     if as_json:
-        print_json({"db": str(path), "winners": [{**asdict(each), "speedup": each.speedup} for each in found]})
+        rows = [{**asdict(each), "speedup": each.speedup} for each in found]
+        print_json({"db": str(path), "winners": rows, "phases": [{"device": p.device, **p.as_dict()} for p in phases]})
         return
     if not found:
         asked = " ".join(each for each in (problem and f"problem {problem!r}", device and f"device {device!r}") if each)
@@ -81,3 +84,4 @@ def winners(database: Path | None, device: str | None, problem: str | None, as_j
         for each in found
     ]
     print_winners(str(path), results)
+    print_phases(phases)

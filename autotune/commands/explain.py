@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ...kernels.errors import DeviceError
 from .. import options
 from ..output import microseconds, print_facts, print_json, print_table
 from ..progress import progress_on
@@ -18,14 +17,14 @@ from ..progress import progress_on
 DEFAULT_TOKENS = 4096
 
 if TYPE_CHECKING:
-    from ...costmodel.device import Device
-    from ...kernels.backend import Backend
     from ...kernels.problem import Problem
     from ..explain import Explanation, Knowledge, Priced, Report
+    from ..target import Target
 
 
 @click.command()
 @options.device_option
+@options.gpu_option
 @options.geometry_options
 @click.option(
     "--precision", default="w8a8", show_default=True, metavar="NAME", help=f"One of {options.PRECISION_NAMES}."
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
 @options.json_option
 def explain(
     device: str,
+    gpu: str | None,
     precision: str,
     tokens: int | None,
     threads: int | None,
@@ -62,7 +62,7 @@ def explain(
     Shows what its prediction adds up from, its measured time and the runner-up's, and for each packing the unpacking
     instructions per 32 values in the assembly of its best integer kernel. Of a model with several shapes the first is
     meant. What was counted in assembly is kept in the database if there is one that can be written, and nothing else is
-    changed there; a device that was not calibrated is calibrated roughly for this one answer.
+    changed there; a CPU that was not calibrated is calibrated roughly for this one answer. A GPU need not be here.
 
     \b
     Example:
@@ -73,24 +73,21 @@ def explain(
     work = options.Shape(**shape).work((precision,), () if tokens is None else (tokens,), (DEFAULT_TOKENS,))
     problem, (length, *_) = next(iter(work.items()))
     options.import_plugins(plugins)
-    backend = _backend(device, isa)
-    from ...costmodel.device import detect
+    target = options.target_for(device, threads, gpu, isa or "")
     from ...search.crew import Crew
     from ...search.messages import Setup
     from ...search.tiles import TileCounter
     from ..kept import KeptTiles
 
-    machine = detect()
     # What is imported stays until the end: looking it through for garbage again and again costs a fifth of the answer.
     gc.freeze()
-    count = threads or machine.cores
     path = database or options.default_database()
     known = path if database is not None or path.exists() else None
-    setup = Setup(device, plugins, search_path=tuple(sys.path), isa=isa or "")
-    with progress_on(sys.stderr) as progress, Crew(setup, machine.cores) as crew, KeptTiles(known) as kept:
-        knowledge = _knowledge(backend, isa, machine, problem, length, count, protocol, known, progress.update)
-        counter = TileCounter(backend, crew, kept, backend.toolchain())
-        answer = gather(problem, length, count, counter, machine, knowledge, protocol, progress.update)
+    setup = Setup(target.name, plugins, search_path=tuple(sys.path), isa=target.isa)
+    with progress_on(sys.stderr) as progress, Crew(setup, target.workers) as crew, KeptTiles(known) as kept:
+        knowledge = _knowledge(target, problem, length, protocol, known, progress.update)
+        counter = TileCounter(target.backend, crew, kept, target.backend.tile_toolchain())
+        answer = gather(problem, length, target, counter, knowledge, protocol, progress.update)
     if knowledge.stale is not None:
         click.echo(f"not considered, tuned with another toolchain: {knowledge.stale.candidate}", err=True)
     if as_json:
@@ -100,47 +97,27 @@ def explain(
     _print(answer)
     if show_code:
         for each in answer.codes:
-            click.echo(f"\n{each.role}: {each.symbol}, {each.packing}, IR\n\n{each.ir}\n")
-            click.echo(f"{each.role}: {each.symbol}, {each.packing}, assembly for {answer.target}\n\n{each.assembly}")
-
-
-def _backend(device: str, isa: str | None) -> Backend:
-    backend = options.backend_for(device)
-    if isa is None:
-        return backend
-    if device != "cpu":
-        raise DeviceError(f"--isa names instruction sets of CPUs, not of {device!r}")
-    from ...kernels.cpu.backend import CpuBackend
-    from ...kernels.cpu.isa import isa_named
-
-    return CpuBackend(isa_named(isa).name)
+            source, machine = target.languages
+            click.echo(f"\n{each.role}: {each.symbol}, {each.packing}, {source}\n\n{each.ir}\n")
+            click.echo(f"{each.role}: {each.symbol}, {each.packing}, {machine}\n\n{each.assembly}")
 
 
 def _knowledge(
-    backend: Backend,
-    isa: str | None,
-    machine: Device,
-    problem: Problem,
-    tokens: int,
-    threads: int,
-    protocol: str,
-    database: Path | None,
-    report: Report,
+    target: Target, problem: Problem, tokens: int, protocol: str, database: Path | None, report: Report
 ) -> Knowledge:
     """What the database knows, completed by a rough calibration; nothing for another instruction set."""
-    from ...costmodel.calibrate import QUICK_BUDGET_S, calibrate
-    from ...search.timing import protocol_here
+    from ...costmodel.calibrate import QUICK_BUDGET_S
     from ..explain import Knowledge
 
-    if isa is not None and isa != machine.isa:
+    prices = target.known_prices(None)
+    if prices is None and not target.present:
         return Knowledge()
-    known = Knowledge()
+    known = Knowledge(prices)
     if database is not None:
-        name, stored = machine.fingerprint, protocol_here(protocol)
-        known = Knowledge.read(database, name, problem, tokens, threads, backend.toolchain(), stored)
-    if known.coefficients is None:
-        report("calibrating roughly", 0, None, f"there is no calibration for {threads} threads here")
-        known = replace(known, coefficients=calibrate(machine, threads, QUICK_BUDGET_S).extended)
+        known = Knowledge.read(database, target, problem, tokens, target.protocol(protocol))
+    if known.prices is None:
+        report("calibrating roughly", 0, None, f"there is no calibration for {target.threads} threads here")
+        known = replace(known, prices=target.prices(target.calibrate(QUICK_BUDGET_S)))
     return known
 
 
@@ -148,9 +125,9 @@ def _print(answer: Explanation) -> None:
     print_facts(
         f"{answer.problem.key} at {answer.tokens} {answer.problem.length_name}",
         {
-            "device": answer.device,
-            "instruction set": answer.target,
-            "threads": answer.threads,
+            "device": answer.target.fingerprint,
+            "instruction set": answer.target.backend.target(),
+            "threads": answer.target.threads,
             "provenance": answer.provenance,
             f"tuned at {answer.problem.length_name}": "" if answer.winner is None else answer.winner.tokens,
         },

@@ -47,7 +47,7 @@ def kernel(
     target: str,
     precision: tuple[str, ...],
     tokens: tuple[int, ...],
-    strategy: str,
+    strategy: str | None,
     top_k: int | None,
     trials: int,
     budget: float | None,

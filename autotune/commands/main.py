@@ -13,7 +13,7 @@ from ... import __version__
 from ...kernels.errors import LowbitError
 from .. import options
 from ..group import EXIT_STATUSES, Commands, refuse_own_options
-from ..output import Result, length_name, print_json, print_winners
+from ..output import Result, length_name, print_json, print_phases, print_winners
 from ..progress import progress_on
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ def _finite(ctx: click.Context, option: click.Parameter, value: float | None) ->
 @click.group(cls=Commands, invoke_without_command=True, epilog=EXIT_STATUSES)
 @click.version_option(__version__, prog_name="autotune")
 @options.device_option
+@options.gpu_option
 @options.geometry_options
 @click.option(
     "--precision",
@@ -50,10 +51,8 @@ def _finite(ctx: click.Context, option: click.Parameter, value: float | None) ->
 @click.option(
     "--strategy",
     type=click.Choice(STRATEGIES),
-    default="verify",
-    show_default=True,
     help="lep: predict only. verify: measure the best predicted layouts, then schedules of the fastest. optuna: a "
-    "study seeded by them. oracle: measure all.",
+    "study seeded by them. oracle: measure all.  [default: verify, or lep for a device that is not here]",
 )
 @click.option(
     "--top-k",
@@ -87,9 +86,10 @@ def autotune(
     ctx: click.Context,
     /,
     device: str,
+    gpu: str | None,
     precision: tuple[str, ...],
     tokens: tuple[int, ...],
-    strategy: str,
+    strategy: str | None,
     top_k: int | None,
     trials: int,
     budget: float | None,
@@ -117,7 +117,7 @@ def autotune(
     wanted = options.Shape(**shape)
     work = wanted.work(precision, tokens, options.DEFAULT_TOKENS)
     options.import_plugins(plugins)
-    options.backend_for(device)
+    options.target_for(device, threads, gpu)
     from ..outcome import Options
     from ..tune import tune
 
@@ -132,6 +132,7 @@ def autotune(
         quick=quick,
         plugins=plugins,
         protocol=protocol,
+        gpu=gpu,
         asked=wanted.command(precision, tokens),
     )
     with progress_on(sys.stderr) as progress:
@@ -176,6 +177,7 @@ def print_report(report: TuneReport) -> None:
             )
         )
     print_winners("Winners", results)
+    print_phases(report.phases)
     click.echo(f"{report.candidates} candidates, {report.reasons.total()} more pruned; stored in {report.db}")
     if report.unmeasured:
         click.echo(

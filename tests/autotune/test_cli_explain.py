@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from lowbit.autotune.cli import autotune
+from lowbit.autotune.cpu_target import CpuPrices, CpuTarget
 from lowbit.autotune.explain import Knowledge, explain
 from lowbit.autotune.kept import KeptTiles
 from lowbit.costmodel.assembly import CLASSES
@@ -47,6 +48,10 @@ def coefficients(first_gbps: float = 10.0) -> Coefficients:
     return Coefficients("extended", values, Bandwidth(points), 1)
 
 
+def prices(first_gbps: float = 10.0) -> CpuPrices:
+    return CpuPrices(coefficients(first_gbps), 1, max(cache.size_bytes for cache in detect().caches))
+
+
 class InProcess:
     """A crew of one that works here, and notes what it is asked to count."""
 
@@ -77,8 +82,9 @@ def answer(knowledge: Knowledge, protocol: str = "warm", backend: type[HandWritt
 
     crew: Any = InProcess(Setup(f"hand_written:{backend.__name__}"))
     with KeptTiles(None) as tiles:
-        counter = TileCounter(backend(), crew, tiles, TOOLCHAIN)
-        explained = explain(PROBLEM, TOKENS, 1, counter, detect(), knowledge, protocol, report)
+        target = CpuTarget("by hand", backend(), 1)
+        counter = TileCounter(target.backend, crew, tiles, TOOLCHAIN)
+        explained = explain(PROBLEM, TOKENS, target, counter, knowledge, protocol, report)
     assert seen[-1][1] == seen[-1][2]
     return explained
 
@@ -98,7 +104,7 @@ def test_counts_are_of_each_packings_best_integer_kernel() -> None:
 
 
 def test_with_coefficients_the_prediction_chooses_and_its_terms_add_up() -> None:
-    explained = answer(Knowledge(coefficients()))
+    explained = answer(Knowledge(prices()))
     assert explained.provenance == "predicted"
     # No shift at all in the float pipeline; planes with 4 rows is the best of the other layouts.
     assert explained.choice.candidate.pipeline == "float"
@@ -110,7 +116,7 @@ def test_with_coefficients_the_prediction_chooses_and_its_terms_add_up() -> None
 
 
 def test_cold_predictions_wait_for_memory() -> None:
-    knowledge = Knowledge(coefficients(first_gbps=20.0))
+    knowledge = Knowledge(prices(first_gbps=20.0))
     assert answer(knowledge, "warm").terms_us["memory"] == 0
     cold = answer(knowledge, "cold")
     # Codes: 2 heads × 256 tokens × 32 bytes; scales: 2 heads × 256 tokens × 2 groups × 2 bytes; all in whole lines.
@@ -144,7 +150,7 @@ def test_a_stored_winner_is_the_choice_and_the_fastest_measured_one_the_runner_u
         provenance="measured", median_us=5.0, samples=9, protocol="warm", toolchain="by hand 1",
     )  # fmt: skip
     timings = {each.name: measured(each.name, time_us) for each, time_us in ((best, 5.0), (second, 6.0))}
-    explained = answer(Knowledge(coefficients(), timings, winner))
+    explained = answer(Knowledge(prices(), timings, winner))
     assert explained.provenance == "measured"
     assert (explained.choice.candidate, explained.choice.median_us) == (best, 5.0)
     assert (explained.runner_up.candidate, explained.runner_up.median_us) == (second, 6.0)

@@ -341,3 +341,18 @@ def test_a_baseline_without_an_opponent_wins_nothing(name: str) -> None:
     known.measure = lambda names, effort, final=False: [known._row(slow, effort)] if slow in names else []  # type: ignore[method-assign]
     choice = choose(name, known, Parameters(top_k=3))
     assert (choice.provenance, choice.candidate.name != slow) == ("predicted", True)
+
+
+def test_a_prediction_names_the_other_layouts_that_it_cannot_tell_apart() -> None:
+    every = space()
+    shapes: dict[str, list[str]] = {}
+    for name, each in every.items():
+        shapes.setdefault(each.layout, []).append(name)
+    first, near, far = list(shapes.values())[:3]
+    predicted = {first[0]: 100.0, near[1]: 101.0, near[0]: 102.9, far[0]: 103.1}
+    choice = choose("lep", KnownSession(predicted, predicted))
+    # Of one layout the schedule with least machinery is the choice; of a tied one the best predicted is named.
+    assert every[near[0]].plan.effort < every[near[1]].plan.effort
+    assert (choice.candidate.name, choice.tied) == (first[0], (near[1],))
+    unknown = dict.fromkeys(predicted, math.inf)
+    assert choose("lep", KnownSession(unknown, unknown)).tied == ()

@@ -17,6 +17,7 @@ from fake_backend import (
     FakeBackend,
     candidate,
 )
+from lowbit.autotune.cpu_target import CpuTarget
 from lowbit.costmodel import tile
 from lowbit.db.store import Store
 from lowbit.kernels.candidate import Candidate
@@ -27,6 +28,7 @@ from lowbit.search.messages import Setup
 from lowbit.search.tiles import OUT_OF_TIME, TileCounter
 
 GOOD = [candidate(10 * n, SEGV if n == 3 else 0, layout) for n in (1, 2, 3) for layout in LAYOUTS]
+CPU = CpuTarget("fake", FakeBackend(), 1)
 SETUP = Setup("fake_backend:FakeBackend", search_path=tuple(sys.path))
 
 
@@ -85,9 +87,9 @@ def test_each_tile_is_generated_once_and_never_again(store: Store, log: Path) ->
 def test_another_problem_and_other_lengths_need_no_worker(store: Store) -> None:
     wider = Problem("attend", 8, 4, 32, "fp16")
     with Crew(SETUP, 1) as crew:
-        first = extract(PROBLEM, [40], named(*GOOD), counter(crew, store), 64, quiet)
+        first = extract(PROBLEM, [40], named(*GOOD), counter(crew, store), CPU, quiet)
     with Crew(SETUP, 1) as crew:
-        second = extract(wider, [40, 80], named(*GOOD), counter(crew, store), 64, quiet)
+        second = extract(wider, [40, 80], named(*GOOD), counter(crew, store), CPU, quiet)
         assert crew._workers == [None]
     name = GOOD[0].name
     one, four = first.features[40][name], second.features[40][name]
@@ -101,7 +103,7 @@ def test_another_problem_and_other_lengths_need_no_worker(store: Store) -> None:
 def test_faults_of_one_tile_cost_only_those_who_need_it(store: Store) -> None:
     bad = [candidate(10, behaviour, LAYOUTS[1]) for behaviour in (COMPILER_DIES, REFUSES, COMPILER_HANGS)]
     with Crew(SETUP, 2, {"compile": 1.0}) as crew:
-        found = extract(PROBLEM, [40], named(*bad, *GOOD), counter(crew, store), 64, quiet)
+        found = extract(PROBLEM, [40], named(*bad, *GOOD), counter(crew, store), CPU, quiet)
     assert {name: reason.partition(":")[0] for name, reason in found.failed.items()} == {
         bad[0].name: "crashed",
         bad[1].name: "no such instruction",
