@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from .kernels import KernelImage, KernelLaunch, Rule, ShippedWinner
 from .records import Measurement, Winner
 from .store import Store
 
-__all__ = ["Measurement", "Store", "Winner"]
+__all__ = ["KernelImage", "KernelLaunch", "Measurement", "Rule", "ShippedWinner", "Store", "Winner"]

@@ -245,7 +245,58 @@ def _owned(db: Database) -> None:
     db.execute("ALTER TABLE runs ADD COLUMN process TEXT")
 
 
-MIGRATIONS: tuple[Migration, ...] = (_first, _evicted, _owned)
+def _shipped(db: Database) -> None:
+    """Winners may come with their machine code, for deployments that compile nothing."""
+    for statement in (
+        """
+        CREATE TABLE kernels (
+            id INTEGER PRIMARY KEY,
+            toolchain_id INTEGER NOT NULL REFERENCES toolchains (id),
+            symbol TEXT NOT NULL,
+            arch TEXT NOT NULL,
+            ptx BLOB NOT NULL,
+            cubin BLOB,
+            arguments TEXT NOT NULL CHECK (json_valid(arguments)),
+            registers INTEGER NOT NULL,
+            spill_bytes INTEGER NOT NULL,
+            shared_bytes INTEGER NOT NULL,
+            digest TEXT NOT NULL,
+            created TEXT NOT NULL,
+            UNIQUE (toolchain_id, symbol, arch)
+        )
+        """,
+        """
+        CREATE TABLE launches (
+            winner_id INTEGER NOT NULL REFERENCES winners (id) ON DELETE CASCADE,
+            position INTEGER NOT NULL,
+            kernel_id INTEGER NOT NULL REFERENCES kernels (id),
+            payload TEXT NOT NULL CHECK (json_valid(payload)),
+            PRIMARY KEY (winner_id, position)
+        ) WITHOUT ROWID
+        """,
+        "CREATE INDEX launches_kernel ON launches (kernel_id)",
+    ):
+        db.execute(statement)
+    db.create_view(
+        "shipped",
+        """
+        SELECT d.name AS device, p.key AS problem, w.tokens, l.position, k.symbol, k.arch, k.registers, k.spill_bytes,
+               k.shared_bytes, json_extract(l.payload, '$.threads') AS threads,
+               json_extract(l.payload, '$.grid') AS grid, json_extract(l.payload, '$.shared_bytes') AS dynamic_bytes,
+               length(k.ptx) AS ptx_stored_bytes, length(k.cubin) AS cubin_stored_bytes, k.digest,
+               d.fingerprint, t.name AS toolchain
+        FROM launches l
+        JOIN winners w ON w.id = l.winner_id
+        JOIN kernels k ON k.id = l.kernel_id
+        JOIN devices d ON d.id = w.device_id
+        JOIN problems p ON p.id = w.problem_id
+        JOIN toolchains t ON t.id = k.toolchain_id
+        ORDER BY d.name, p.key, w.tokens, l.position
+        """,
+    )
+
+
+MIGRATIONS: tuple[Migration, ...] = (_first, _evicted, _owned, _shipped)
 """The n-th leads from schema version n to n + 1. Append only: files of every earlier version exist."""
 
 SCHEMA_VERSION = len(MIGRATIONS)

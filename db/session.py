@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -85,7 +85,10 @@ class Session:
                 self._names.forget()
                 raise
 
-    def _rows(self, sql: str, parameters: Mapping[str, Any] | Sequence[Any] = ()) -> list[dict[str, Any]]:
+    def _rows(
+        self, sql: str, parameters: Mapping[str, Any] | Sequence[Any] = (), blobs: Collection[str] = ()
+    ) -> list[dict[str, Any]]:
+        """Rows by column; only those of ``blobs`` may hold bytes."""
         with self._lock:
             try:
                 cursor = self._db.conn.execute(sql, parameters)
@@ -95,7 +98,7 @@ class Session:
                 raise DatabaseError(f"{self.path} cannot be read: {error}") from error
         for row in rows:
             for column, value in row.items():
-                if isinstance(value, bytes):
+                if isinstance(value, bytes) and column not in blobs:
                     raise DatabaseError(f"{self.path} is corrupt: a {column} is no text")
         return rows
 

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from ..kernels.errors import DatabaseError
+from .images import KernelImages
 from .inputs import SearchInputs
 from .owner import is_gone, this_process
 from .records import RUN_STATUSES, Measurement, Winner, may_replace, utc_now
@@ -20,6 +21,7 @@ _COUNTED = (
     "calibrations",
     "measurements",
     "winners",
+    "kernels",
     "runs",
 )
 
@@ -56,7 +58,7 @@ _WINNERS = """
 """
 
 
-class Store(SearchInputs):
+class Store(SearchInputs, KernelImages):
     """One database file.
 
     Everything is keyed by names: device fingerprints, `Problem.key`, `Candidate.name`, context lengths in tokens and

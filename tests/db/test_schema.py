@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from lowbit.db import Store, opening, schema
+from lowbit.db import KernelImage, KernelLaunch, Rule, ShippedWinner, Store, opening, schema
 from lowbit.db.schema import MIGRATIONS, SCHEMA_VERSION, migrate, pragma
 from lowbit.kernels.errors import DatabaseError
 from sqlite_utils import Database
@@ -109,8 +109,10 @@ def test_every_foreign_key_leads_somewhere_and_is_indexed(path: Path) -> None:
         "measurements",
         "winners",
         "ties",
+        "kernels",
+        "launches",
     }
-    assert set(db.view_names()) == {"best", "timings", "pruned"}
+    assert set(db.view_names()) == {"best", "timings", "pruned", "shipped"}
     for view in db.views:
         assert view.count == 0
     db.close()
@@ -129,13 +131,16 @@ def test_files_of_the_first_schema_keep_their_rows_and_learn_of_eviction(path: P
     ):
         db.execute(statement)
     before = {table: db.execute(f"SELECT * FROM {table}").fetchall() for table in ("measurements", "winners", "ties")}
-    indices = db.execute("SELECT name FROM sqlite_master WHERE type = 'index' ORDER BY name").fetchall()
+    rebuilt = (
+        "SELECT name FROM sqlite_master WHERE type = 'index' AND tbl_name IN ('measurements', 'winners') ORDER BY 1"
+    )
+    indices = db.execute(rebuilt).fetchall()
     with pytest.raises(sqlite3.IntegrityError):
         db.execute("UPDATE winners SET protocol = 'evicted'")
     migrate(db)
     for table, rows in before.items():
         assert db.execute(f"SELECT * FROM {table}").fetchall() == rows
-    assert db.execute("SELECT name FROM sqlite_master WHERE type = 'index' ORDER BY name").fetchall() == indices
+    assert db.execute(rebuilt).fetchall() == indices
     assert db.execute("SELECT speedup, tied FROM best").fetchall() == [(2.0, 1)]
     for table in ("measurements", "winners"):
         db.execute(f"UPDATE {table} SET protocol = 'evicted'")
@@ -146,3 +151,25 @@ def test_files_of_the_first_schema_keep_their_rows_and_learn_of_eviction(path: P
         "protocol, status, median_us, spread, samples, max_error, message, created FROM measurements"
     )
     assert db.execute("SELECT max(id) FROM measurements").fetchone() == (8,)
+
+
+def test_files_of_the_third_schema_keep_their_winners_and_can_be_given_code(path: Path, db: Database) -> None:
+    migrate(db, MIGRATIONS[:3])
+    for statement in (
+        "INSERT INTO devices VALUES (1, 'd', NULL, NULL, NULL, '{}', 'then')",
+        "INSERT INTO toolchains VALUES (1, 't')",
+        "INSERT INTO problems VALUES (1, 'qk h8/2 d128 q1 w8a8', 'qk', 8, 2, 128, 1, 'w8a8')",
+        "INSERT INTO candidates VALUES (1, 'c', 'l', NULL, NULL)",
+        "INSERT INTO winners VALUES (3, 1, 1, 512, 1, 1, NULL, 1, 'measured', NULL, 2.5, 0.1, 9, 'cold', 5.0, 0.5, '')",
+    ):
+        db.execute(statement)
+    db.close()
+    with Store.open(path, "read") as store:
+        (winner,) = store.winners()
+        assert store.shipped(winner) is None
+    with Store.open(path) as store:
+        image = KernelImage(toolchain="t", symbol="s", arch="sm_86", ptx=".entry s()", arguments=())
+        launch = KernelLaunch("s", (Rule(1), Rule(1), Rule(1)), 32, Rule(0), {})
+        store.put_shipped(winner, ShippedWinner((launch,), Rule(0)), [image])
+        assert store.info()["counts"]["kernels"] == 1
+        assert store.winners() == [winner]
