@@ -15,13 +15,17 @@ from typing import TYPE_CHECKING, Any
 from ..db.records import Winner
 from ..db.store import Store
 from ..kernels.backend import Backend, Kernel, backend_named
-from ..kernels.candidate import Candidate
-from ..kernels.errors import CompileError, LayoutError, NoWinnerError, ProblemError
+from ..kernels.candidate import Candidate, Schedule
+from ..kernels.errors import CompileError, DeviceError, LayoutError, NoWinnerError, ProblemError
 from ..kernels.problem import USER, Problem, check_tokens
 from .choice import Choice, Entry, Pools, distance, ranked, related
 
 if TYPE_CHECKING:
     from ..costmodel.device import Device
+
+
+_GPU = "sm_"
+"""Begins the name of a GPU's architecture, and its fingerprint."""
 
 
 class FallbackWarning(UserWarning):
@@ -42,7 +46,7 @@ class Database:
     devices : mapping
         Descriptions by fingerprint, of which ``isa`` and ``description`` are read.
     backend : str
-        Name of the backend that compiles.
+        Name of the backend that compiles for this machine's device: ``cpu``, or the architecture of a GPU that it has.
     """
 
     def __init__(
@@ -57,11 +61,11 @@ class Database:
             with suppress(ProblemError):  # A later release may know operators that this one does not.
                 self._problems[key] = Problem.parse(key)
         self._pools: dict[tuple[str, Problem], Pools] = {}
-        self._kernels: dict[tuple[Problem, str], Kernel] = {}
+        self._kernels: dict[tuple[str, Problem, str], Kernel] = {}
         self._refused: dict[tuple[Problem, str], str] = {}
         self._announced: set[Problem] = set()
-        self._user_backends: dict[str, Backend] = {}
-        self._toolchains: dict[str, str] = {}
+        self._backends: dict[str, Backend] = {}
+        self._toolchains: dict[str, str | None] = {}
         self._lock = threading.Lock()
 
     def select(self, problem: Problem | str, tokens: int, device: str | None = None) -> Kernel:
@@ -82,25 +86,30 @@ class Database:
         ------
         ProblemError
             For a malformed key or ``tokens`` out of range.
+        DeviceError
+            If ``device`` is a GPU and there is none of its architecture here: `choose` answers all the same, and
+            `lowbit.runtime.cuda_kernel` runs shipped code where there is no compiler.
         CompileError
             If not even the baseline compiles.
         KernelError
             If the problem is one of somebody's own kernel that this process has not imported.
         """
         problem = _problem(problem)
+        device = device or self._fingerprint
+        self._require_here(device)
         skipped: dict[str, str] = {}
         for choice in self._choices(problem, check_tokens(tokens), device):
             name = choice.candidate.name
             reason = self._refused.get((problem, name))
             if reason is None:
                 try:
-                    kernel = self._kernel(problem, choice.candidate)
+                    kernel = self._kernel(problem, choice.candidate, device)
                 except (CompileError, LayoutError) as error:
                     if choice.how == "default":
                         raise
                     reason = self._refused[problem, name] = str(error)
             if reason is None:
-                self._announce(problem, tokens, choice, skipped)
+                self._announce(problem, tokens, choice, skipped, device)
                 return kernel
             skipped[name] = reason
         raise AssertionError("the default comes last and is never refused")
@@ -114,7 +123,7 @@ class Database:
             For a malformed key or ``tokens`` out of range.
         """
         problem = _problem(problem)
-        choices = self._choices(problem, check_tokens(tokens), device)
+        choices = self._choices(problem, check_tokens(tokens), device or self._fingerprint)
         return next(choice for choice in choices if (problem, choice.candidate.name) not in self._refused)
 
     def winner(self, problem: Problem | str, tokens: int, device: str | None = None) -> Winner:
@@ -133,24 +142,51 @@ class Database:
             raise NoWinnerError(f"{self.path} holds no winner for {problem.key}, nor for one like it: tune it first")
         return winner
 
-    @cached_property
-    def _backend(self) -> Backend:
-        return backend_named(self._backend_name)
+    def _isa(self, device: str) -> str:
+        """Instruction set, or architecture, of a device; a stranger that is no GPU is taken to be like this machine."""
+        known = self._devices.get(device, {}).get("isa")
+        if known:
+            return str(known)
+        return device.partition("-")[0] if device.startswith(_GPU) else self._machine.isa
 
-    def _backend_for(self, problem: Problem) -> Backend:
-        """The backend of a problem: somebody's own kernel has one to itself."""
-        if not problem.operator.startswith(USER):
-            return self._backend
-        if problem.operator not in self._user_backends:
-            from ..kernels.cpu.user import backend_of
+    def _require_here(self, device: str) -> None:
+        arch = self._isa(device)
+        if not arch.startswith(_GPU):
+            return
+        from ..kernels.cuda.gpus import gpus_here
 
-            self._user_backends[problem.operator] = backend_of(problem.operator)
-        return self._user_backends[problem.operator]
+        if all(each.arch != arch for each in gpus_here()):
+            raise DeviceError(
+                f"no {arch} GPU is in this machine to run {device}'s kernels: choose() tells which they are"
+            )
 
-    def _toolchain(self, problem: Problem) -> str:
-        if problem.operator not in self._toolchains:
-            self._toolchains[problem.operator] = self._backend_for(problem).toolchain()
-        return self._toolchains[problem.operator]
+    def _compiles(self, problem: Problem, device: str) -> str:
+        """Name of the backend of a problem on a device: GPUs have their own, and so has somebody's own kernel."""
+        if problem.operator.startswith(USER):
+            return problem.operator
+        isa = self._isa(device)
+        return isa if isa.startswith(_GPU) else self._backend_name
+
+    def _backend_for(self, problem: Problem, device: str) -> Backend:
+        name = self._compiles(problem, device)
+        if name not in self._backends:
+            if name.startswith(USER):
+                from ..kernels.cpu.user import backend_of
+
+                self._backends[name] = backend_of(name)
+            else:
+                self._backends[name] = backend_named(name)
+        return self._backends[name]
+
+    def _toolchain(self, problem: Problem, device: str) -> str | None:
+        """Of the backend; None where a GPU's compiler is not installed, so that nothing can be called stale."""
+        name = self._compiles(problem, device)
+        if name not in self._toolchains:
+            try:
+                self._toolchains[name] = self._backend_for(problem, device).toolchain()
+            except CompileError:
+                self._toolchains[name] = None
+        return self._toolchains[name]
 
     @cached_property
     def _machine(self) -> Device:
@@ -160,18 +196,26 @@ class Database:
 
     @cached_property
     def _fingerprint(self) -> str:
-        return self._machine.fingerprint
+        """This machine's device that the backend compiles for."""
+        if not self._backend_name.startswith(_GPU):
+            return self._machine.fingerprint
+        from ..costmodel.gpu_here import chosen_gpu
 
-    def _choices(self, problem: Problem, tokens: int, device: str | None) -> Iterator[Choice]:
+        gpu, here, _ = chosen_gpu(self._backend_name, None)
+        if here is None:
+            raise DeviceError(f"no {self._backend_name} GPU is in this machine: name the device to choose for")
+        return gpu.fingerprint
+
+    def _choices(self, problem: Problem, tokens: int, device: str) -> Iterator[Choice]:
         """Every choice, best first, with the default at the end."""
-        yield from ranked(self._pools_of(problem, device or self._fingerprint), tokens)
-        yield Choice(None, self._backend_for(problem).baseline(problem, self._machine.cores), "default")
+        yield from ranked(self._pools_of(problem, device), tokens)
+        yield Choice(None, self._backend_for(problem, device).baseline(problem, self._machine.cores), "default")
 
     def _pools_of(self, problem: Problem, device: str) -> Pools:
         known = self._pools.get((device, problem))
         if known is not None:
             return known
-        isa = self._devices.get(device, {}).get("isa") or self._machine.isa
+        isa = self._isa(device)
         same: list[Entry] = []
         family: list[Entry] = []
         others: list[Entry] = []
@@ -193,33 +237,33 @@ class Database:
             candidate = Candidate.parse(winner.candidate)
         except LayoutError:
             return None  # For instance the packing of a plugin that this process has not imported.
-        schedule = candidate.schedule
-        if winner.device != device and schedule.threads > self._machine.cores:
-            candidate = replace(candidate, plan=replace(schedule, threads=self._machine.cores))
-        stale = winner.toolchain != self._toolchain(problem)
+        plan = candidate.plan
+        if winner.device != device and isinstance(plan, Schedule) and plan.threads > self._machine.cores:
+            candidate = replace(candidate, plan=replace(plan, threads=self._machine.cores))
+        stale = self._toolchain(problem, device) not in (None, winner.toolchain)
         return Entry(winner, candidate, stale, distance(stored, problem), log2(winner.tokens))
 
-    def _kernel(self, problem: Problem, candidate: Candidate) -> Kernel:
-        key = problem, candidate.name
+    def _kernel(self, problem: Problem, candidate: Candidate, device: str) -> Kernel:
+        key = self._compiles(problem, device), problem, candidate.name
         kernel = self._kernels.get(key)
         if kernel is None:
             with self._lock:
                 kernel = self._kernels.get(key)
                 if kernel is None:
-                    kernel = self._kernels[key] = self._backend_for(problem).compile(problem, candidate)
+                    kernel = self._kernels[key] = self._backend_for(problem, device).compile(problem, candidate)
         return kernel
 
-    def _announce(self, problem: Problem, tokens: int, choice: Choice, skipped: Mapping[str, str]) -> None:
+    def _announce(self, problem: Problem, tokens: int, choice: Choice, skipped: Mapping[str, str], device: str) -> None:
         if (choice.how == "exact" and not choice.stale and not skipped) or problem in self._announced:
             return
         self._announced.add(problem)
-        message = f"{problem.key} at {tokens} {problem.length_name}: {self._reason(problem, choice)}"
+        message = f"{problem.key} at {tokens} {problem.length_name}: {self._reason(problem, choice, device)}"
         if skipped:
             reasons = ", ".join(f"{name} ({reason})" for name, reason in skipped.items())
             message += f"; skipped what does not compile here: {reasons}"
         warnings.warn(message, FallbackWarning, stacklevel=3)
 
-    def _reason(self, problem: Problem, choice: Choice) -> str:
+    def _reason(self, problem: Problem, choice: Choice, device: str) -> str:
         winner = choice.winner
         if winner is None:
             return f"{self.path} has nothing that fits; using the untuned baseline, {choice.candidate}"
@@ -231,7 +275,7 @@ class Database:
         if choice.how == "other_device":
             where += f" on {self._devices[winner.device].get('description', winner.device)}"
         if choice.stale:
-            where += f" with another toolchain ({winner.toolchain}, here {self._toolchain(problem)})"
+            where += f" with another toolchain ({winner.toolchain}, here {self._toolchain(problem, device)})"
         return f"{because.get(choice.how, missing)}using {choice.candidate}, {where}"
 
 
@@ -242,7 +286,7 @@ def open_db(path: str | Path, backend: str = "cpu") -> Database:
     ----------
     path : str or Path
     backend : str
-        Name of the backend that compiles.
+        Name of the backend that compiles for this machine's device: ``cpu``, or the architecture of a GPU that it has.
 
     Raises
     ------

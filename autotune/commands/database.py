@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -40,7 +42,23 @@ def info(database: Path | None, as_json: bool) -> None:
     if as_json:
         print_json({"db": str(path), **facts})
     else:
-        print_facts(str(path), facts)
+        print_facts(str(path), _readable(facts))
+
+
+def _readable(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The same facts under headings for people; what is empty is left out."""
+    shown: dict[str, Any] = {"size": f"{facts['size_bytes'] / 1024:,.0f} KiB", "schema": facts["schema_version"]}
+    shown |= {f"{count} stored".replace("_", " "): number for count, number in facts["counts"].items() if number}
+    for number, device in enumerate(facts["devices"], 1):
+        known = (device["name"], device["fingerprint"])
+        shown[f"device {number}"] = "\n".join(each for each in known if each)
+    shown |= {f"toolchain {number}": name for number, name in enumerate(facts["toolchains"], 1)}
+    shown |= {f"measurements, {status}": number for status, number in facts["statuses"].items()}
+    shown |= {f"winners, {provenance}": number for provenance, number in facts["provenances"].items()}
+    for run in facts["runs"]:
+        when = " to ".join(each for each in (run["started"], run["finished"]) if each)
+        shown[f"run {run['id']}"] = f"{run['command']}\n{run['status']}, {when}"
+    return shown
 
 
 @db.command()

@@ -86,3 +86,38 @@ def test_reading_leaves_the_file_as_it_was(path: Path) -> None:
     run("winners", "--db", str(path))
     assert path.read_bytes() == before
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+def test_info_for_people_has_words_for_keys(path: Path) -> None:
+    with Store.open(path) as store:
+        store.finish_run(store.put_run("autotune --device cpu"), "interrupted")
+    shown = run("info", "--db", str(path))
+    for words in (
+        "a test device",
+        "winners stored",
+        "winners, verified",
+        "run 1",
+        "autotune --device cpu",
+        "interrupted",
+    ):
+        assert words in shown
+    assert "size_bytes" not in shown and "counts." not in shown
+
+
+def test_winners_say_whether_the_layout_changes(path: Path) -> None:
+    with Store.open(path) as store:
+        for tokens, name in ((32, CANDIDATE), (4096, UNKNOWN)):
+            store.put_winner(
+                Winner(
+                    device="silicon-1", problem=OTHER, tokens=tokens, tokens_from=1, tokens_to=None, candidate=name,
+                    provenance="predicted", predicted_us=3.0, toolchain="compiler 1",
+                )
+            )  # fmt: skip
+    found = {each["problem"]: each for each in json.loads(run("winners", "--db", str(path), "--json"))["phases"]}
+    assert (found[PROBLEM]["changes"], found[OTHER]["changes"]) == (False, True)
+    assert [each["tokens"] for each in found[OTHER]["layouts"]] == [[32], [128, 4096]]
+    assert found[OTHER]["device"] == "silicon-1"
+    # A problem with one length has nothing to say.
+    shown = run("winners", "--db", str(path))
+    assert f"{OTHER}: changes between 32 and 128 tokens" in " ".join(shown.split())
+    assert f"{PROBLEM}: " not in shown

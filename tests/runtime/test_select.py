@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from lowbit.db import Store, Winner
 from lowbit.kernels.backend import Array, Backend, Code, Kernel, Rejected
-from lowbit.kernels.candidate import Candidate, Schedule
-from lowbit.kernels.errors import CompileError, DatabaseError, NoWinnerError, ProblemError
+from lowbit.kernels.candidate import Candidate, Launch, Schedule
+from lowbit.kernels.errors import CompileError, DatabaseError, DeviceError, NoWinnerError, ProblemError
 from lowbit.kernels.layout import Layout
 from lowbit.kernels.problem import Problem
 from lowbit.runtime import Choice, Database, FallbackWarning, open_db
@@ -286,3 +286,98 @@ def test_matrices_are_related_whatever_their_columns_and_attention_is_not():
     assert not related(PROBLEM, replace(PROBLEM, head_dim=64))
     assert not related(PROBLEM, replace(PROBLEM, precision="w8a8+w4a8"))
     assert related(PROBLEM, replace(PROBLEM, window=64))
+
+
+GPU = "sm_86-82sm-1695MHz-936GBps-L2:6M"
+
+
+def launch(rows: int) -> Candidate:
+    layout = Layout.parse("T D | int8/bytes/signed")
+    return Candidate(layout, layout, "integer", Launch(rows, 1, 4, 0, 16, 4))
+
+
+class FakeGpuBackend(FakeBackend):
+    """A GPU's backend, whose compiler may be missing."""
+
+    compiler = True
+
+    def toolchain(self) -> str:
+        if not self.compiler:
+            raise CompileError("no ptxas")
+        return "g1"
+
+    def baseline(self, problem: Problem, threads: int) -> Candidate:
+        return replace(launch(1), pipeline="float")
+
+    def compile(self, problem: Problem, candidate: Candidate) -> Kernel:
+        self.compiled.append(candidate)
+        return FakeKernel(problem, candidate)
+
+
+@pytest.fixture
+def backends(monkeypatch: pytest.MonkeyPatch) -> dict[str, FakeBackend]:
+    known = {"cpu": FakeBackend(), "sm_86": FakeGpuBackend()}
+    monkeypatch.setattr("lowbit.runtime.select.backend_named", known.__getitem__)
+    monkeypatch.setattr("lowbit.costmodel.device.detect", lambda: MACHINE)
+    return known
+
+
+def both(path: Path) -> Database:
+    with Store.open(path / "t.db") as store:
+        store.put_device(GPU, {"description": "RTX 3090", "isa": "sm_86"})
+    return database(
+        path,
+        winner(512, (1, None), candidate(2)),
+        winner(512, (1, None), launch(4), device=GPU, toolchain="g1", provenance="predicted", median_us=None),
+    )
+
+
+def test_a_gpus_winner_is_chosen_only_when_it_is_asked_for(tmp_path: Path, backends: dict[str, FakeBackend]) -> None:
+    db = both(tmp_path)
+    assert db.select(PROBLEM, 512).candidate == candidate(2)
+    assert (db.choose(PROBLEM, 512, GPU).candidate, db.choose(PROBLEM, 512, GPU).stale) == (launch(4), False)
+    only_gpu = Database(db.path, [w for w in db.winners if w.device == GPU], db._devices)
+    assert only_gpu.choose(PROBLEM, 512).how == "default"
+    assert only_gpu.choose(PROBLEM, 512).candidate == BASELINE
+
+
+def test_another_board_of_the_architecture_is_another_device(tmp_path: Path, backends: dict[str, FakeBackend]) -> None:
+    choice = both(tmp_path).choose(PROBLEM, 512, "sm_86-28sm-1777MHz-360GBps-L2:3M")
+    assert (choice.how, choice.candidate) == ("other_device", launch(4))
+
+
+def test_a_gpus_kernel_is_compiled_only_where_the_gpu_is(
+    tmp_path: Path, backends: dict[str, FakeBackend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    db = both(tmp_path)
+    monkeypatch.setattr("lowbit.kernels.cuda.gpus.gpus_here", lambda: [SimpleNamespace(arch="sm_75")])
+    with pytest.raises(DeviceError, match="no sm_86 GPU is in this machine"):
+        db.select(PROBLEM, 512, GPU)
+    assert backends["sm_86"].compiled == []
+    monkeypatch.setattr("lowbit.kernels.cuda.gpus.gpus_here", lambda: [SimpleNamespace(arch="sm_86")])
+    assert db.select(PROBLEM, 512, GPU).candidate == launch(4)
+    assert backends["cpu"].compiled == []
+
+
+def test_without_a_gpus_compiler_nothing_is_called_stale(
+    tmp_path: Path, backends: dict[str, FakeBackend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeGpuBackend, "compiler", False)
+    assert not both(tmp_path).choose(PROBLEM, 512, GPU).stale
+
+
+def test_a_database_for_gpus_needs_one_or_a_device(
+    tmp_path: Path, backends: dict[str, FakeBackend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both(tmp_path)
+    monkeypatch.setattr("lowbit.costmodel.gpu_here.gpus_here", list)
+    db = open_db(tmp_path / "t.db", "sm_86")
+    with pytest.raises(DeviceError, match="name the device"):
+        db.choose(PROBLEM, 512)
+    assert db.choose(PROBLEM, 512, GPU).candidate == launch(4)
+    described = SimpleNamespace(
+        name="NVIDIA GeForce RTX 3090", arch="sm_86", sms=82, memory_bytes=24 << 30, clock_mhz=1695,
+        bandwidth_gbps=936, l2_bytes=6 << 20,
+    )  # fmt: skip
+    monkeypatch.setattr("lowbit.costmodel.gpu_here.gpus_here", lambda: [described])
+    assert open_db(tmp_path / "t.db", "sm_86").choose(PROBLEM, 512).candidate == launch(4)
