@@ -124,6 +124,11 @@ class Instruction:
         memory = [kind for kind, used in (("load", self.loads), ("store", self.stores)) if used and kind != self.kind]
         return (self.kind, *memory)
 
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Labels it may jump to."""
+        return () if self.target is None else (self.target,)
+
 
 @dataclass(frozen=True)
 class Function:

@@ -7,13 +7,40 @@ one loop.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import networkx as nx
 
 from ..kernels.errors import CompileError
-from .assembly import Function, Instruction
+from .assembly import Instruction
+
+
+class Step(Protocol):
+    """What control flow asks of an instruction, whatever it is an instruction of."""
+
+    @property
+    def kind(self) -> str:
+        """``branch`` if a block ends with it."""
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Labels it may jump to."""
+
+    @property
+    def falls_through(self) -> bool:
+        """Whether control can continue with the next instruction."""
+
+
+class Steps(Protocol):
+    """A function's instructions in address order, and the index that each label stands before."""
+
+    @property
+    def instructions(self) -> Sequence[Step]: ...
+
+    @property
+    def labels(self) -> Mapping[str, int]: ...
 
 
 @dataclass(frozen=True)
@@ -38,7 +65,7 @@ class Loop:
     innermost: bool
 
 
-def control_flow(function: Function) -> nx.DiGraph[int]:
+def control_flow(function: Steps) -> nx.DiGraph[int]:
     """Basic blocks of ``function`` and the jumps between them.
 
     Returns
@@ -57,8 +84,7 @@ def control_flow(function: Function) -> nx.DiGraph[int]:
     for start, stop in zip(order, [*order[1:], end], strict=True):
         last = code[stop - 1]
         successors = [stop] if last.falls_through else []
-        if last.target in function.labels:
-            successors.append(function.labels[last.target])
+        successors += [function.labels[target] for target in last.targets if target in function.labels]
         graph.add_edges_from((start, successor) for successor in successors if successor < end)
     return graph
 

@@ -1,0 +1,77 @@
+"""Which class each SASS opcode of sm_75 to sm_120 has.
+
+The opcodes are those of the instruction-set tables in NVIDIA's "CUDA Binary Utilities"
+(https://docs.nvidia.com/cuda/cuda-binary-utilities/index.html, sections 4.1 Turing to 4.4 Blackwell), and a few that
+the tables lack but ``nvdisasm`` prints. Opcodes of graphics are left out. What is in no table is reported as unknown.
+"""
+
+from __future__ import annotations
+
+_CLASSES = {
+    "global_load": "LD LDG LDL LDGMC ATOM ATOMG TEX TLD TLD4 TXD TXQ TMML SULD SUQUERY",
+    "global_store": "ST STG STL RED REDG SUST SURED SUATOM UREDGR USTGR",
+    "shared_load": "LDS LDSM ATOMS LDT LDTM",
+    "shared_store": "STS STSM STAS REDAS STT STTM UMEMSETS",
+    "async_copy": "LDGSTS UBLKCP UBLKPF UBLKRED UTMALDG UTMAPF UTMAREDG UTMASTG UTCCP",
+    "dot": "IDP IDP4A UIDP HMMA IMMA BMMA DMMA QMMA OMMA HGMMA IGMMA BGMMA QGMMA UTCHMMA UTCIMMA UTCOMMA UTCQMMA",
+    "convert": "F2F F2FP F2I F2IP I2F I2FP I2I I2IP FRND SGXT",
+    "shift": "SHF SHL SHR",
+    "logic": "LOP LOP3 LOP32I SEL FSEL BMSK",
+    "permute": "PRMT GATHER SCATTER",
+    "float": "FADD FADD2 FADD32I FMUL FMUL2 FMUL32I FFMA FFMA2 FFMA32I FHADD FHFMA FMNMX FMNMX3 FSET FSWZADD "
+    "HADD2 HADD2_32I HMUL2 HMUL2_32I HFMA2 HFMA2_32I HMNMX2 VHMNMX HSET2 DADD DMUL DFMA DMNMX",
+    "integer": "IADD IADD3 IADD32I IMAD IMUL IMUL32I IABS IMNMX VIADD VIADDMNMX VIMNMX VIMNMX3 VABSDIFF VABSDIFF4 "
+    "MOV MOV32I IDE CLMAD",
+    "special": "MUFU POPC FLO BREV",
+    "shuffle": "SHFL MATCH REDUX CREDUX MOVM",
+    "predicate": "ISETP FSETP HSETP2 DSETP PSETP PLOP3 P2R R2P VOTE FCHK QSPC ELECT CSMTEST "
+    "UISETP UFSETP UPSETP UPLOP3 UP2UR UR2UP VOTEU",
+    "address": "LEA ISCADD ISCADD32I R2UR S2UR CS2UR ULDC LDCU ULEPC UMOV UIADD3 UIMAD UIABS UIMNMX UVIADD UVIMNMX "
+    "ULEA UCLEA ULOP ULOP3 ULOP32I USEL USHF USHL USHR UPRMT UBMSK UBREV UFLO UPOPC USGXT UF2F UF2FP UF2I UF2IP UI2F "
+    "UI2FP UI2I UI2IP UFADD UFFMA UFMUL UFMNMX UFRND UFSEL UFSET",
+    "branch": "BRA BRX BRXU JMP JMX JMXU CALL RET EXIT KILL BPT RTT BSSY BSYNC BREAK",
+    "barrier": "BAR WARPSYNC DEPBAR LDGDEPBAR ARRIVES MEMBAR ERRBAR CGAERRBAR FENCE SYNCS ENDCOLLECTIVE ACQBULK "
+    "ACQSHMINIT WARPGROUP WARPGROUPSET UCGABAR_ARV UCGABAR_GET UCGABAR_SET UCGABAR_WAIT UTMACCTL UTMACMDFLUSH UTCBAR "
+    "UTCATOMSWS UTCSHIFT",
+    "other": "NOP S2R CS2R LDC LEPC PMTRIG YIELD NANOSLEEP NANOTRAP BMOV B2R R2B RPCMOV CCTL CCTLL CCTLT PREEXIT "
+    "GETLMEMBASE SETLMEMBASE SETCTAID USETMAXREG USETSHMSZ UVIRTCOUNT UGETNEXTWORKID FOOTPRINT",
+}
+
+KINDS = {opcode: kind for kind, opcodes in _CLASSES.items() for opcode in opcodes.split()}
+"""Class of an opcode without its modifiers."""
+
+
+def _named(opcodes: str) -> frozenset[str]:
+    return frozenset(opcodes.split())
+
+
+DESTLESS = _named(
+    "ST STG STL STS STSM STAS STT STTM RED REDG REDAS SUST SURED UREDGR USTGR UMEMSETS "
+    "LDGSTS UBLKCP UBLKPF UBLKRED UTMALDG UTMAPF UTMAREDG UTMASTG UTCCP UTCHMMA UTCIMMA UTCOMMA UTCQMMA "
+    "NOP PMTRIG YIELD NANOSLEEP NANOTRAP R2B CCTL CCTLL CCTLT PREEXIT SETLMEMBASE SETCTAID USETMAXREG USETSHMSZ "
+    "UVIRTCOUNT UGETNEXTWORKID"
+) | {opcode for opcode, kind in KINDS.items() if kind in ("branch", "barrier") and opcode != "SYNCS"}
+"""Opcodes whose first operand is read."""
+
+PREDICATE_THEN_REGISTER = _named("SHFL ATOM ATOMG ATOMS LOP3 ULOP3 MATCH ELECT QSPC SYNCS R2UR LDG LDS")
+"""Opcodes that may give a predicate, written first, besides their register."""
+
+DOUBLES = _named("DADD DMUL DFMA DMNMX DSETP FADD2 FMUL2 FFMA2")
+"""Opcodes whose operands are all pairs of registers."""
+
+CONVERSIONS = _named("F2F F2I I2F FRND I2I")
+"""Opcodes that name types of operands."""
+
+SUBWORDS = _named("U8 S8 U16 S16 I8 I16")
+"""Modifiers of loads that are narrower than a word."""
+
+GLOBAL = _named("LD LDG LDGMC ST STG RED REDG ATOM ATOMG LDGSTS CCTL")
+"""Opcodes whose addresses have 64 bits."""
+
+MOVES = _named("MOV MOV32I UMOV R2UR S2R S2UR CS2R CS2UR LDC LDCU ULDC")
+"""Opcodes that only copy a value."""
+
+MULTIPLICATIONS = _named(
+    "IMAD IMUL IMUL32I FMUL FMUL2 FMUL32I FFMA FFMA2 FFMA32I FHFMA HMUL2 HMUL2_32I HFMA2 HFMA2_32I DMUL DFMA"
+)
+"""Opcodes that multiply their first two operands, the dot products aside."""

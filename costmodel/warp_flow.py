@@ -1,0 +1,102 @@
+"""Where values of a GPU kernel come from: reaching definitions over its blocks, and which instructions only unpack.
+
+The definition of unpacking is that of `lowbit.costmodel.unpack`: an instruction unpacks if data that was loaded flows
+into it, its result flows on into a product, and neither path passes a product. Products are dot products where the
+kernel has any, else multiplications of two values. What a load's address is made of flows into no value, so address
+arithmetic does not count; a load of less than a word loads scales; a copy from register to register is no unpacking. A
+guard decides whether an instruction happens and is no value of it, but what a guarded instruction writes may have
+come from before it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+
+import networkx as nx
+
+from .warp_code import WarpFunction, WarpInstruction
+
+UNPACKING = frozenset(("shift", "logic", "permute", "convert", "float", "integer", "address"))
+"""Classes an unpacking instruction can have. Arithmetic subtracts offsets; shifts and adds can be done by LEA."""
+
+Definitions = dict[str, set[int]]
+
+
+def unpacking(function: WarpFunction, graph: nx.DiGraph[int]) -> frozenset[int]:
+    """Places of the instructions that only unpack."""
+    code = dict(enumerate(function.instructions))
+    values = data_flow(function, graph)
+    products = {place for place, x in code.items() if x.multiplies}
+    dots = {place for place in products if code[place].kind == "dot"}
+    loads = {place for place, x in code.items() if x.packed}
+    loaded = _reached(loads, values, code.keys() - products)
+    sources: dict[int, set[int]] = defaultdict(set)
+    for place in loaded:
+        for use in values.get(place, ()):
+            sources[use].add(place)
+    between = _reached(dots or products, sources, loaded) - products
+    return frozenset(place for place in between if code[place].kind in UNPACKING and not code[place].moves)
+
+
+def data_flow(function: WarpFunction, graph: nx.DiGraph[int]) -> dict[int, set[int]]:
+    """From the place of each instruction that gives a value to the places of those that may take it."""
+    blocks = {start: function.instructions[start : start + len(graph.nodes[start]["instructions"])] for start in graph}
+    reaching: dict[int, Definitions] = {start: {} for start in graph}
+    effects = {start: _effect(start, block) for start, block in blocks.items()}
+    todo = sorted(graph, reverse=True)
+    while todo:
+        start = todo.pop()
+        given, kept = effects[start]
+        leaving = {name: places for name, places in reaching[start].items() if name not in given or name in kept}
+        for after in graph.successors(start):
+            changed = _merge(reaching[after], leaving)
+            changed = _merge(reaching[after], given) or changed
+            if changed and after not in todo:
+                todo.append(after)
+
+    values: dict[int, set[int]] = defaultdict(set)
+    for start, block in blocks.items():
+        current = {name: set(places) for name, places in reaching[start].items()}
+        for place, x in enumerate(block, start):
+            for name in x.reads:
+                for source in current.get(name, ()):
+                    values[source].add(place)
+            _define(current, place, x)
+    return values
+
+
+def _effect(start: int, block: Iterable[WarpInstruction]) -> tuple[Definitions, set[str]]:
+    """What a block's end sees of its own definitions, and the names whose earlier definitions may be seen as well."""
+    given: Definitions = {}
+    certain: set[str] = set()
+    for place, x in enumerate(block, start):
+        _define(given, place, x)
+        if x.guard is None:
+            certain |= x.writes
+    return given, given.keys() - certain
+
+
+def _define(current: Definitions, place: int, x: WarpInstruction) -> None:
+    for name in x.writes:
+        current[name] = {place} if x.guard is None else current.get(name, set()) | {place}
+
+
+def _merge(known: Definitions, added: Mapping[str, set[int]]) -> bool:
+    changed = False
+    for name, places in added.items():
+        before = known.setdefault(name, set())
+        changed = changed or not places <= before
+        before |= places
+    return changed
+
+
+def _reached(starts: Iterable[int], edges: Mapping[int, Iterable[int]], within: Collection[int]) -> set[int]:
+    """``starts`` and everything that edges lead to from them without leaving ``within``."""
+    found, todo = set(starts), list(starts)
+    while todo:
+        for place in edges.get(todo.pop(), ()):
+            if place in within and place not in found:
+                found.add(place)
+                todo.append(place)
+    return found
