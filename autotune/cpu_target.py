@@ -117,7 +117,7 @@ class CpuTarget(Target):
 
         return protocol_here(asked)
 
-    def unfit(self, candidate: Candidate, counts: Sequence[Counts]) -> str | None:
+    def unfit(self, problem: Problem, candidate: Candidate, counts: Sequence[Counts]) -> str | None:
         return None
 
     def features(self, problem: Problem, candidate: Candidate, tokens: int, counts: Sequence[Counts]) -> Features:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ..costmodel.counts import Counts
+    from ..db.records import Winner
     from ..db.store import Store
     from ..search.features import Features
 
@@ -112,7 +113,7 @@ class Target(ABC):
     # -- what the cost model needs -------------------------------------------------------------------------------
 
     @abstractmethod
-    def unfit(self, candidate: Candidate, counts: Sequence[Counts]) -> str | None:
+    def unfit(self, problem: Problem, candidate: Candidate, counts: Sequence[Counts]) -> str | None:
         """See `lowbit.search.features.Device`."""
 
     @abstractmethod
@@ -153,8 +154,14 @@ class Target(ABC):
         """What else is worth telling of a candidate's code on this device."""
         return {}
 
-    def ship(self, store: Store, problem: Problem, candidates: Sequence[Candidate]) -> None:
-        """Keep what a deployment needs to run winners, where that is more than their names: nothing, for a CPU."""
+    def ship(self, store: Store, winners: Sequence[Winner]) -> None:
+        """Keep what a deployment needs to run stored winners, where that is more than their names: nothing, for a CPU.
+
+        Raises
+        ------
+        CompileError
+            If a winner's code cannot be made.
+        """
         return None
 
     def require_present(self, what: str) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 
 from ..db.records import TIMED, Winner
 from ..db.store import Store
-from ..kernels.candidate import Candidate
 from ..kernels.errors import LowbitError, NoiseError
 from ..kernels.problem import Problem, check_tokens
 from ..search.crew import Crew
@@ -153,12 +152,11 @@ class _Run:
         self._conclude(work)
 
     def _conclude(self, work: Mapping[Problem, Sequence[int]]) -> None:
-        """What only all lengths of a problem together say."""
-        for problem in work:
-            stored = self.store.winners(self.target.fingerprint, problem.key)
-            own = [w for w in stored if w.toolchain == self.toolchain]
-            self.report.phases += phases_in(self.store, own)
-            self.target.ship(self.store, problem, [Candidate.parse(w.candidate) for w in own])
+        """What only all winners together say."""
+        stored = [w for problem in work for w in self.store.winners(self.target.fingerprint, problem.key)]
+        own = [w for w in stored if w.toolchain == self.toolchain]
+        self.report.phases += phases_in(self.store, own)
+        self.target.ship(self.store, own)
 
     def _counting_deadline(self) -> float | None:
         """When counting has to stop, so that a short budget leaves time to measure something."""

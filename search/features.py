@@ -31,7 +31,7 @@ class Features(Protocol):
 class Device(Protocol):
     """What turns counts into features."""
 
-    def unfit(self, candidate: Candidate, counts: Sequence[Counts]) -> str | None:
+    def unfit(self, problem: Problem, candidate: Candidate, counts: Sequence[Counts]) -> str | None:
         """Why code with these counts is not worth running, or cannot run; None if it can."""
 
     def features(self, problem: Problem, candidate: Candidate, tokens: int, counts: Sequence[Counts]) -> Features:
@@ -88,7 +88,7 @@ def extract(
     found: dict[int, dict[str, Features]] = {each: {} for each in tokens}
     unfit: dict[str, str] = {}
     for name, own in tiles.items():
-        reason = device.unfit(candidates[name], own)
+        reason = device.unfit(problem, candidates[name], own)
         if reason is not None:
             unfit[name] = reason
             continue
