@@ -120,6 +120,15 @@ class KernelImages(Session):
                 raise DatabaseError(f"a launch lacks {error}") from error
         return ShippedWinner(launches, workspace), tuple(map(self._image, rows))
 
+    def shipped_arch(self, winner: Winner) -> str | None:
+        """The architecture that a winner's code is for; None if it was stored without code."""
+        id_ = self._winner_id(winner)
+        rows = self._rows(
+            "SELECT k.arch FROM launches l JOIN kernels k ON k.id = l.kernel_id WHERE winner_id = ? AND position = 0",
+            (id_,),
+        )
+        return str(rows[0]["arch"]) if rows else None
+
     def _winner_id(self, winner: Winner) -> int | None:
         names = {"device": winner.device, "problem": winner.problem, "toolchain": winner.toolchain}
         ids = self._ids(**names, candidate=winner.candidate)

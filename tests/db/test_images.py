@@ -64,6 +64,8 @@ def test_a_winners_code_and_launches_come_back_as_they_went(path: Path) -> None:
         store.put_shipped(winner(), SHIPPED, images)
     with Store.open(path, "read") as store:
         assert store.shipped(winner()) == (SHIPPED, images)
+        assert store.shipped_arch(winner()) == "sm_86"
+        assert store.shipped_arch(winner(tokens=1024)) is None
         assert store.kernel("t1", "merge", "sm_86") == images[1]
         assert store.kernel("t1", "merge", "sm_80") is None
         assert store.kernel("t2", "main", "sm_86") is None
