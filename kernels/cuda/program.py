@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ..candidate import Candidate
+from ..candidate import PIPELINES, RAW, Candidate
+from ..errors import CompileError, LayoutError
 from ..problem import Problem
+from ..reference import softmax_scale
+from .arch import limits
+from .contraction import KeyStep, ValueTile, contraction
+from .gemv import GEMV, build_gemv
+from .mapping import LANES, Infeasible, Tiling, key_tilings, value_tilings
+from .operators import ATTEND, MERGE, QK, SV, build_attend, build_merge, build_qk, build_sv
+from .shared import Shared, shared
+from .steps import RECORD_HEAD, Steps
+
+SECTOR = 32
+"""Bytes that memory transfers at once."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +89,9 @@ class Program:
     main : Entry
     merge : Entry or None
         Combines the splits' partial results; None where there are none.
+    shared : Shared
+    keys : KeyStep or None
+    values : ValueTile or None
     """
 
     problem: Problem
@@ -81,3 +99,202 @@ class Program:
     arch: str
     main: Entry
     merge: Entry | None
+    shared: Shared
+    keys: KeyStep | None
+    values: ValueTile | None
+
+    def geometry(self, tokens: int) -> Geometry:
+        """Launch of the main kernel."""
+        problem, launch = self.problem, self.candidate.launch
+        passes = -(-problem.rows // launch.rows)
+        return Geometry(
+            (problem.kv_heads, launch.splits, passes), LANES * launch.warps, self.shared.total(launch.warps)
+        )
+
+    def merge_geometry(self, tokens: int) -> Geometry:
+        """Launch of the merge kernel: a block to a row."""
+        problem = self.problem
+        return Geometry((problem.kv_heads * problem.rows, 1, 1), min(-(-problem.head_dim // 32) * 32, 256), 0)
+
+    def workspace_bytes(self, tokens: int) -> int:
+        """Size of ``partials``."""
+        if self.merge is None:
+            return 0
+        problem = self.problem
+        records = problem.kv_heads * problem.rows * self.candidate.launch.splits
+        return 4 * records * (RECORD_HEAD + problem.head_dim)
+
+    def constants(self, tokens: int) -> dict[str, int | float]:
+        """Values of the parameters that do not depend on the operands' addresses."""
+        problem = self.problem
+        factor = 1.0
+        if problem.operator == "attend":
+            # Scores are in units of log2; a soft-cap comes before that.
+            factor = softmax_scale(problem.head_dim) * (1.0 if problem.softcap else math.log2(math.e))
+        return {
+            "tokens": tokens,
+            "rows": problem.rows,
+            "query_rows": problem.query_rows,
+            "splits": self.candidate.launch.splits,
+            "window": problem.window,
+            "factor": factor,
+            "cap": problem.softcap,
+        }
+
+
+BUILDERS = {
+    "attend": (build_attend, ATTEND),
+    "qk": (build_qk, QK),
+    "sv": (build_sv, SV),
+    "gemv": (build_gemv, GEMV),
+}
+
+MOST_OUTPUTS = 64
+"""Sums of values that a lane keeps in registers."""
+
+
+def rejection(problem: Problem, candidate: Candidate, arch: str) -> str | None:
+    """Why the candidate cannot be built for ``arch``, or None."""
+    try:
+        build(problem, candidate, arch)
+    except CompileError as error:
+        return str(error)
+    return None
+
+
+def build(problem: Problem, candidate: Candidate, arch: str, marks: bool = False) -> Program:
+    """The kernels of a candidate.
+
+    Parameters
+    ----------
+    arch : str
+        ``sm_86``.
+    marks : bool
+        Whether loops carry marks, for counting.
+
+    Raises
+    ------
+    CompileError
+        If its layouts, pipeline or launch do not go together.
+    """
+    launch = candidate.launch
+    own = replace(candidate, plan=replace(launch, splits=1, warps=1))
+    made = _built(_code_of(problem), own, arch, marks)
+    if isinstance(made, str):
+        raise CompileError(made)
+    program = replace(made, problem=problem, candidate=candidate)
+    if launch.splits > 1 and program.merge is None and problem.operator != "qk":
+        raise CompileError(f"{problem.operator} has no splits to merge")
+    need, most = program.shared.total(launch.warps), limits(arch).shared_bytes
+    if need > most:
+        raise CompileError(f"{launch.warps} warps need {need} bytes of shared memory, a block of {arch} has {most}")
+    return program
+
+
+def _code_of(problem: Problem) -> Problem:
+    """The problem but for what kernels are told at run time."""
+    window = 0
+    return replace(problem, heads=1, kv_heads=1, query_rows=1, window=window, softcap=1.0 if problem.softcap else 0.0)
+
+
+@functools.lru_cache(512)
+def _built(problem: Problem, candidate: Candidate, arch: str, marked: bool) -> Program | str:
+    """A program, or why there is none: problems that differ at run time share it."""
+    try:
+        return _build(problem, candidate, arch, marked)
+    except (CompileError, LayoutError) as error:
+        return str(error)
+
+
+def _build(problem: Problem, candidate: Candidate, arch: str, marked: bool) -> Program:
+    launch, rows = candidate.launch, candidate.launch.rows
+    if launch.stages and not limits(arch).async_copies:
+        raise CompileError(f"{arch} cannot copy into shared memory on the side: stages must be 0")
+    roles = tuple(role for role, layout in (("k", candidate.k), ("v", candidate.v)) if layout is not None)
+    if roles != problem.roles:
+        raise CompileError(f"{problem.operator} needs other operands than {' and '.join(roles) or 'none'}")
+    for role, layout in (("k", candidate.k), ("v", candidate.v)):
+        if layout is not None and layout.packing.format != problem.stored(role).format:
+            raise CompileError(f"{role.upper()}: holds {layout.packing.format}, not {problem.stored(role).format}")
+    if candidate.pipeline not in (*PIPELINES, RAW):
+        raise CompileError(f"GPUs have no pipeline {candidate.pipeline!r}")
+    if candidate.pipeline == RAW and all(problem.stored(role).bits != 4 for role in roles):
+        raise CompileError("the raw pipeline is for 4-bit codes")
+    keys = _keys(problem, candidate) if candidate.k is not None else None
+    values = _values(problem, candidate) if candidate.v is not None else None
+    lay_out = shared(
+        None if keys is None else keys.contraction,
+        None if values is None else values.contraction,
+        rows,
+        problem.head_dim,
+        None,
+        launch.stages,
+    )
+    streams = (
+        (keys is not None and whole_sectors(keys.contraction.tiling)),
+        (values is not None and whole_sectors(values.contraction.tiling)),
+    )
+    steps = Steps(problem, rows, keys, values, lay_out, marked, streams)
+    make, parameters = BUILDERS[problem.operator]
+    symbol = _symbol(problem, candidate, arch)
+    main = Entry(symbol, make(steps), tuple(Parameter(*each) for each in parameters))
+    merge = None
+    if values is not None:
+        kind = "merge_attend" if problem.operator == "attend" else "merge_sv"
+        merge = Entry(
+            f"{kind}_d{problem.head_dim}",
+            build_merge(steps, normalise=problem.operator == "attend"),
+            tuple(Parameter(*each) for each in MERGE),
+        )
+    return Program(problem, candidate, arch, main, merge, lay_out, keys, values)
+
+
+def _keys(problem: Problem, candidate: Candidate) -> KeyStep:
+    layout, launch = candidate.k, candidate.launch
+    assert layout is not None
+    pipeline = candidate.pipeline if problem.stored("k").bits == 4 or candidate.pipeline != RAW else "integer"
+    reason: CompileError | None = None
+    for tiling in key_tilings(layout, problem.head_dim, launch.lanes):
+        try:
+            found = contraction(tiling, layout.packing, pipeline, problem.head_dim, launch.rows)
+            return KeyStep(found, launch.loads)
+        except Infeasible as error:
+            reason = reason or error
+    raise CompileError(f"K: {reason}")
+
+
+def _values(problem: Problem, candidate: Candidate) -> ValueTile:
+    """The reading of values with fewest loads among those whose sums fit in registers."""
+    layout, launch = candidate.v, candidate.launch
+    assert layout is not None
+    pipeline = candidate.pipeline if problem.stored("v").bits == 4 or candidate.pipeline != RAW else "integer"
+    found: list[tuple[int, ValueTile]] = []
+    reason: CompileError | None = None
+    for tiling in value_tilings(layout, problem.head_dim):
+        if launch.rows * tiling.outputs_per_lane > MOST_OUTPUTS:
+            reason = reason or CompileError(
+                f"{launch.rows} rows of {tiling.outputs_per_lane} channels a lane do not fit in registers"
+            )
+            continue
+        try:
+            made = contraction(tiling, layout.packing, pipeline, problem.head_dim, launch.rows)
+            found.append((tiling.iters_o * tiling.iters_r, ValueTile(made, launch.loads)))
+        except Infeasible as error:
+            reason = reason or error
+    if not found:
+        raise CompileError(f"V: {reason}")
+    return min(found, key=lambda each: each[0])[1]
+
+
+def whole_sectors(tiling: Tiling) -> bool:
+    """Whether one load of a warp uses all bytes of the 32-byte sectors that it touches."""
+    width = tiling.vectors.width
+    starts = set(tiling.lane_offsets(0, 0))
+    sectors = {(start + i) // SECTOR for start in starts for i in range(0, width, 4)}
+    return len(sectors) * SECTOR == len(starts) * width
+
+
+def _symbol(problem: Problem, candidate: Candidate, arch: str) -> str:
+    launch = candidate.launch
+    text = f"{problem.key} {candidate.layout} {candidate.pipeline} {launch.code} {arch}"
+    return f"{problem.operator}_{hashlib.sha256(text.encode()).hexdigest()[:16]}"

@@ -1,0 +1,384 @@
+"""The operators as Numba kernels over steps.
+
+A block has a key/value head, a range of tokens (a split) and some rows of the small operand. Its warps take tiles of 32
+tokens in turns and meet at the end only: they need no barrier on the way. Splits are merged by a second kernel.
+
+What depends on the layout is in the steps, which a `Steps` object makes once for a candidate; the kernels below are
+loops over tiles, whatever the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from . import marks
+from .contraction import SCALE_BYTES
+from .mapping import TILE
+from .softmax import PAIRS
+from .steps import RECORD_HEAD, Steps
+
+Kernel = Callable[..., None]
+
+ATTEND = (
+    ("k_words", "pointer"),
+    ("k_scales", "pointer"),
+    ("v_words", "pointer"),
+    ("v_scales", "pointer"),
+    ("x", "pointer"),
+    ("out", "pointer"),
+    ("partials", "pointer"),
+    ("k_stride", "int64"),
+    ("k_scale_stride", "int64"),
+    ("v_stride", "int64"),
+    ("v_scale_stride", "int64"),
+    ("tokens", "int32"),
+    ("rows", "int32"),
+    ("query_rows", "int32"),
+    ("splits", "int32"),
+    ("window", "int32"),
+    ("factor", "float32"),
+    ("cap", "float32"),
+)
+SV = (
+    ("v_words", "pointer"),
+    ("v_scales", "pointer"),
+    ("x", "pointer"),
+    ("out", "pointer"),
+    ("partials", "pointer"),
+    ("v_stride", "int64"),
+    ("v_scale_stride", "int64"),
+    ("tokens", "int32"),
+    ("rows", "int32"),
+    ("splits", "int32"),
+)
+QK = (
+    ("k_words", "pointer"),
+    ("k_scales", "pointer"),
+    ("x", "pointer"),
+    ("out", "pointer"),
+    ("k_stride", "int64"),
+    ("k_scale_stride", "int64"),
+    ("tokens", "int32"),
+    ("rows", "int32"),
+    ("splits", "int32"),
+    ("factor", "float32"),
+)
+MERGE = (("partials", "pointer"), ("out", "pointer"), ("splits", "int32"))
+
+
+def build_prepare(steps: Steps) -> Callable[..., None]:
+    """The part that rounds and stores a block's rows of queries, in a kernel of its own where Numba inlines it."""
+    rows, head_dim = steps.rows, steps.problem.head_dim
+    row_bytes, groups, factors = steps.keys.contraction.row_bytes, steps.keys.contraction.groups, steps.shared.factors
+    channels, factor_bytes = len(steps.keys.contraction.order), 8
+    round_group, copy_float, mark = steps.round_group, steps.copy_float, steps.mark(marks.PROLOGUE)
+
+    def integers(x: Any, live_rows: Any, factor: Any, thread: Any, threads: Any) -> None:
+        lane, warp, warps = thread & 31, thread >> 5, threads >> 5
+        for unit in range(warp, rows * groups, warps):
+            mark()
+            row = unit // groups
+            group = unit - row * groups
+            live = live_rows - row
+            source = x + 4 * head_dim * (row if live > 0 else 0)
+            place = factors + row * groups * factor_bytes
+            round_group(source, live, group, lane, factor, row * row_bytes, place)
+
+    def floats(x: Any, live_rows: Any, factor: Any, thread: Any, threads: Any) -> None:
+        for index in range(thread, rows * channels, threads):
+            mark()
+            row = index // channels
+            live = live_rows - row
+            source = x + 4 * head_dim * (row if live > 0 else 0)
+            copy_float(source, live, index - row * channels, factor, row * row_bytes)
+
+    return integers if steps.keys.contraction.integer else floats
+
+
+def build_attend(steps: Steps) -> Kernel:
+    """Fused decode attention."""
+    prepare = steps.device(build_prepare(steps))
+    finish = steps.device(build_finish(steps, normalise=True))
+    weigh = steps.device(build_weigh(steps))
+    rows, head_dim = steps.rows, steps.problem.head_dim
+    v = steps.values
+    v_scale_tile = v.contraction.groups * TILE * SCALE_BYTES if v.contraction.scaled else 0
+    thread_index, threads_of_block = steps.thread, steps.threads
+    block_x, block_y, block_z = (steps.block(axis) for axis in range(3))
+    block_barrier, warp_barrier = steps.block_barrier, steps.warp_barrier
+    k_place, v_place, token_of, slot_of = steps.key_place, steps.value_place, steps.token_of, steps.slot_of
+    k_scale_place, small_place, factor_place = steps.key_scale_place, steps.key_small_place, steps.key_factor_place
+    scores_of, no_scores, no_state, no_out = steps.scores, steps.zeros_scores, steps.start, steps.zeros_out
+    seen, update, rescale, accumulate = steps.seen, steps.update, steps.rescale, steps.accumulate
+    state_of, weights_of, shrinks_of, dither = steps.state_of, steps.weights_of, steps.shrinks_of, steps.dither
+    reduce_scores, mark = steps.reduce_scores, steps.mark(marks.TILE)
+    warp_base, warp_bytes = steps.shared.warps, steps.shared.warp
+
+    def attend(
+        k_words: Any,
+        k_scales: Any,
+        v_words: Any,
+        v_scales: Any,
+        x: Any,
+        out: Any,
+        partials: Any,
+        k_stride: Any,
+        k_scale_stride: Any,
+        v_stride: Any,
+        v_scale_stride: Any,
+        tokens: Any,
+        rows_all: Any,
+        query_rows: Any,
+        splits: Any,
+        window: Any,
+        factor: Any,
+        cap: Any,
+    ) -> None:
+        thread, threads = thread_index(), threads_of_block()
+        head, split, first_row = block_x(), block_y(), block_z() * rows
+        lane, warp, warps = thread & 31, thread >> 5, threads >> 5
+        prepare(x + 4 * head_dim * (head * rows_all + first_row), rows_all - first_row, factor, thread, threads)
+        block_barrier()
+        bounds = seen(first_row, tokens, query_rows, window)
+        tiles = (tokens + 31) >> 5
+        hidden = 0
+        if window > 0:
+            hidden = max(tokens - query_rows + 1 - window, 0) >> 5
+        first = hidden + (tiles - hidden) * split // splits
+        stop = hidden + (tiles - hidden) * (split + 1) // splits
+        keys = k_place(k_words + head * k_stride, lane)
+        key_scales = k_scale_place(k_scales + head * k_scale_stride, lane)
+        values = v_place(v_words + head * v_stride, lane)
+        token = token_of(lane)
+        value_scales = v_scales + head * v_scale_stride + 2 * token
+        small, factors = small_place(lane), factor_place(lane)
+        mine = warp_base + warp * warp_bytes
+        slot = mine + 4 * slot_of(lane)
+        thresholds = dither(lane)
+        state, total = no_state(), no_out()
+        for tile in range(first + warp, stop, warps):
+            mark()
+            sums = scores_of(no_scores(), keys, key_scales, small, factors, tile)
+            scores = reduce_scores(sums, lane)
+            found = update(state, scores, tile * 32 + token, bounds, cap)
+            state = state_of(found)
+            total = rescale(total, shrinks_of(found))
+            weigh(weights_of(found), value_scales + tile * v_scale_tile, slot, mine, lane, thresholds)
+            total = accumulate(total, values, tile, mine, lane)
+            warp_barrier()
+        finish(state, total, out, partials, head, split, splits, first_row, rows_all, thread, threads)
+
+    return attend
+
+
+def build_weigh(steps: Steps) -> Callable[..., None]:
+    """Make the weights of a tile's tokens what the values' step reads: floats, or codes with a factor."""
+    store_products, round_weights = steps.store_products, steps.round_weights
+    warp_barrier, mark = steps.warp_barrier, steps.mark(marks.WEIGHTS)
+    pairs = steps.rows * steps.values.contraction.groups
+    weights_at = steps.shared.products
+    factors_at = weights_at + steps.shared.weights
+
+    def integers(weights: Any, scales: Any, slot: Any, mine: Any, lane: Any, thresholds: Any) -> None:
+        store_products(weights, scales, slot)
+        warp_barrier()
+        for first in range(0, pairs, PAIRS):
+            mark()
+            pair = min(first + (lane >> 3), pairs - 1)
+            each = lane & 7
+            place = mine + weights_at + pair * TILE + each * 4
+            round_weights(mine + pair * TILE * 4 + each * 16, place, mine + factors_at + pair * 8, thresholds)
+        warp_barrier()
+
+    def floats(weights: Any, scales: Any, slot: Any, mine: Any, lane: Any, thresholds: Any) -> None:
+        store_products(weights, scales, slot)
+        warp_barrier()
+
+    return integers if steps.values.contraction.integer else floats
+
+
+def build_finish(steps: Steps, normalise: bool) -> Callable[..., None]:
+    """Combine the warps of a block, and write the result, or a record of it if there are more splits."""
+    rows, head_dim = steps.rows, steps.problem.head_dim
+    base, record = steps.shared.warps, steps.shared.record
+    row_bytes = 4 * (head_dim + RECORD_HEAD)
+    store_record, load, block_barrier = steps.store_record, steps.load_shared_float, steps.block_barrier
+    larger, shrink, times, add, divide = steps.larger, steps.shrink, steps.times, steps.add, steps.divide
+    zero, nothing, store_global = steps.zero, steps.nothing, steps.store_global_float
+    mark = steps.mark(marks.EPILOGUE)
+
+    def finish(
+        state: Any,
+        total: Any,
+        out: Any,
+        partials: Any,
+        head: Any,
+        split: Any,
+        splits: Any,
+        first_row: Any,
+        rows_all: Any,
+        thread: Any,
+        threads: Any,
+    ) -> None:
+        lane, warp, warps = thread & 31, thread >> 5, threads >> 5
+        block_barrier()
+        store_record(state, total, lane, base + warp * record)
+        block_barrier()
+        for index in range(thread, rows * head_dim, threads):
+            mark()
+            row = index // head_dim
+            channel = index - row * head_dim
+            place = base + row * row_bytes
+            best = nothing()
+            for each in range(warps):
+                best = larger(best, load(place + each * record))
+            length, value = zero(), zero()
+            for each in range(warps):
+                here = place + each * record
+                weight = shrink(load(here), best)
+                length = add(length, times(weight, load(here + 4)))
+                value = add(value, times(weight, load(here + 8 + 4 * channel)))
+            if first_row + row < rows_all:
+                where = head * rows_all + first_row + row
+                if splits == 1:
+                    if normalise:
+                        value = divide(value, length)
+                    store_global(out + 4 * (where * head_dim + channel), value)
+                else:
+                    there = partials + (where * splits + split) * row_bytes
+                    store_global(there + 8 + 4 * channel, value)
+                    if channel == 0:
+                        store_global(there, best)
+                        store_global(there + 4, length)
+
+    return finish
+
+
+def build_merge(steps: Steps, normalise: bool) -> Kernel:
+    """Combine the splits of one row, a block to a row."""
+    head_dim = steps.problem.head_dim
+    row_bytes = 4 * (head_dim + RECORD_HEAD)
+    thread_index, threads_of_block = steps.thread, steps.threads
+    block_x = steps.block(0)
+    load, store_global = steps.load_global_float, steps.store_global_float
+    larger, shrink, times, add, divide = steps.larger, steps.shrink, steps.times, steps.add, steps.divide
+    zero, nothing, mark = steps.zero, steps.nothing, steps.mark(marks.MERGE)
+
+    def merge(partials: Any, out: Any, splits: Any) -> None:
+        row, thread, threads = block_x(), thread_index(), threads_of_block()
+        base = partials + row * splits * row_bytes
+        best = nothing()
+        for split in range(splits):
+            best = larger(best, load(base + split * row_bytes))
+        for channel in range(thread, head_dim, threads):
+            length, value = zero(), zero()
+            for split in range(splits):
+                mark()
+                here = base + split * row_bytes
+                weight = shrink(load(here), best)
+                length = add(length, times(weight, load(here + 4)))
+                value = add(value, times(weight, load(here + 8 + 4 * channel)))
+            if normalise:
+                value = divide(value, length)
+            store_global(out + 4 * (row * head_dim + channel), value)
+
+    return merge
+
+
+def build_sv(steps: Steps) -> Kernel:
+    """Values weighted by given probabilities."""
+    finish = steps.device(build_finish(steps, normalise=False))
+    weigh = steps.device(build_weigh(steps))
+    rows = steps.rows
+    v = steps.values
+    v_scale_tile = v.contraction.groups * TILE * SCALE_BYTES if v.contraction.scaled else 0
+    thread_index, threads_of_block = steps.thread, steps.threads
+    block_x, block_y, block_z = (steps.block(axis) for axis in range(3))
+    block_barrier, warp_barrier, no_out = steps.block_barrier, steps.warp_barrier, steps.zeros_out
+    v_place, slot_of, dither, accumulate = steps.value_place, steps.slot_of, steps.dither, steps.accumulate
+    given, no_state, mark = steps.given_weights, steps.start, steps.mark(marks.TILE)
+    warp_base, warp_bytes = steps.shared.warps, steps.shared.warp
+
+    def sv(
+        v_words: Any,
+        v_scales: Any,
+        x: Any,
+        out: Any,
+        partials: Any,
+        v_stride: Any,
+        v_scale_stride: Any,
+        tokens: Any,
+        rows_all: Any,
+        splits: Any,
+    ) -> None:
+        thread, threads = thread_index(), threads_of_block()
+        head, split, first_row = block_x(), block_y(), block_z() * rows
+        lane, warp, warps = thread & 31, thread >> 5, threads >> 5
+        block_barrier()
+        tiles = (tokens + 31) >> 5
+        first, stop = tiles * split // splits, tiles * (split + 1) // splits
+        values = v_place(v_words + head * v_stride, lane)
+        value_scales = v_scales + head * v_scale_stride + 2 * lane
+        source = x + 4 * (head * rows_all + first_row) * tokens
+        mine = warp_base + warp * warp_bytes
+        slot = mine + 4 * slot_of(lane)
+        thresholds = dither(lane)
+        state, total = no_state(), no_out()
+        for tile in range(first + warp, stop, warps):
+            mark()
+            token = tile * 32 + lane
+            weights = given(source, token, tokens, rows_all - first_row)
+            weigh(weights, value_scales + tile * v_scale_tile, slot, mine, lane, thresholds)
+            total = accumulate(total, values, tile, mine, lane)
+            warp_barrier()
+        finish(state, total, out, partials, head, split, splits, first_row, rows_all, thread, threads)
+
+    return sv
+
+
+def build_qk(steps: Steps) -> Kernel:
+    """Scores of all tokens."""
+    prepare = steps.device(build_prepare(steps))
+    rows, head_dim = steps.rows, steps.problem.head_dim
+    thread_index, threads_of_block = steps.thread, steps.threads
+    block_x, block_y, block_z = (steps.block(axis) for axis in range(3))
+    k_place, token_of, k_scale_place = steps.key_place, steps.token_of, steps.key_scale_place
+    small_place, factor_place, scores_of, no_scores = (
+        steps.key_small_place,
+        steps.key_factor_place,
+        steps.scores,
+        steps.zeros_scores,
+    )
+    reduce_scores, store_scores, block_barrier = steps.reduce_scores, steps.store_scores, steps.block_barrier
+    mark = steps.mark(marks.TILE)
+
+    def qk(
+        k_words: Any,
+        k_scales: Any,
+        x: Any,
+        out: Any,
+        k_stride: Any,
+        k_scale_stride: Any,
+        tokens: Any,
+        rows_all: Any,
+        splits: Any,
+        factor: Any,
+    ) -> None:
+        thread, threads = thread_index(), threads_of_block()
+        head, split, first_row = block_x(), block_y(), block_z() * rows
+        lane, warp, warps = thread & 31, thread >> 5, threads >> 5
+        prepare(x + 4 * head_dim * (head * rows_all + first_row), rows_all - first_row, factor, thread, threads)
+        block_barrier()
+        tiles = (tokens + 31) >> 5
+        first, stop = tiles * split // splits, tiles * (split + 1) // splits
+        keys = k_place(k_words + head * k_stride, lane)
+        key_scales = k_scale_place(k_scales + head * k_scale_stride, lane)
+        small, factors, offset = small_place(lane), factor_place(lane), token_of(lane)
+        target = out + 4 * (head * rows_all + first_row) * tokens
+        for tile in range(first + warp, stop, warps):
+            mark()
+            sums = scores_of(no_scores(), keys, key_scales, small, factors, tile)
+            store_scores(reduce_scores(sums, lane), target, tile * 32 + offset, tokens, rows_all - first_row)
+
+    return qk

@@ -1,0 +1,116 @@
+"""What lies where in a block's shared memory.
+
+The small operand of the keys is the block's; each warp has products and weights of its own, and its stages of packed
+tiles. When all tiles are done, the warps' results take the place of what the warps had.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .contraction import FACTOR_BYTES, Contraction
+from .mapping import TILE
+
+
+def _aligned(size: int, to: int = 16) -> int:
+    return -(-size // to) * to
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One tile on its way from global memory: its operands and scales, each a run of whole 16-byte chunks.
+
+    Attributes
+    ----------
+    sizes : tuple of int
+        Bytes of keys, their scales, values, theirs; 0 for what an operator does not read.
+    """
+
+    sizes: tuple[int, int, int, int]
+
+    @property
+    def places(self) -> tuple[int, int, int, int]:
+        """Where each begins, packed tiles at whole lines of 1 KiB, so that their swizzle depends on nothing else."""
+        keys, key_scales, values, _ = self.sizes
+        second = _aligned(keys)
+        third = _aligned(second + key_scales, 1024) if values else second + key_scales
+        return 0, second, third, _aligned(third + values)
+
+    @property
+    def nbytes(self) -> int:
+        return _aligned(self.places[3] + self.sizes[3], 1024)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Places in bytes.
+
+    Attributes
+    ----------
+    key_rows : int
+        Of all rows of the small operand of the keys.
+    key_factors : int
+        Of their scales and corrections.
+    products, weights, value_factors : int
+        Of one warp: float32 weights of tokens, their codes, and the codes' scales and corrections.
+    record : int
+        Of one warp's result.
+    stage : Stage or None
+    stages : int
+    """
+
+    key_rows: int
+    key_factors: int
+    products: int
+    weights: int
+    value_factors: int
+    record: int
+    stage: Stage | None
+    stages: int
+
+    @property
+    def factors(self) -> int:
+        """Where the keys' factors begin."""
+        return self.key_rows
+
+    @property
+    def warps(self) -> int:
+        """Where the first warp's part begins."""
+        return _aligned(self.key_rows + self.key_factors)
+
+    @property
+    def warp(self) -> int:
+        """Bytes of a warp's part without its stages."""
+        return _aligned(self.products + self.weights + self.value_factors)
+
+    def ring(self, warps: int) -> int:
+        """Where the first warp's stages begin."""
+        return _aligned(self.warps + warps * self.warp, 1024)
+
+    @property
+    def ring_bytes(self) -> int:
+        """Of one warp's stages."""
+        return 0 if self.stage is None else self.stages * self.stage.nbytes
+
+    def total(self, warps: int) -> int:
+        """Dynamic shared memory of a block."""
+        working = self.ring(warps) + warps * self.ring_bytes if self.stage else self.warps + warps * self.warp
+        return max(working, self.warps + warps * self.record)
+
+
+def shared(
+    keys: Contraction | None, values: Contraction | None, rows: int, head_dim: int, stage: Stage | None, stages: int
+) -> Shared:
+    """Shared memory of a kernel that reads ``keys``, ``values`` or both."""
+    pairs = rows * values.groups if values is not None else 0
+    integer = values is not None and values.integer
+    return Shared(
+        key_rows=0 if keys is None else rows * keys.row_bytes,
+        key_factors=0 if keys is None or not keys.integer else _aligned(rows * keys.groups * FACTOR_BYTES),
+        products=pairs * TILE * 4,
+        weights=pairs * TILE if integer else 0,
+        value_factors=_aligned(pairs * FACTOR_BYTES) if integer else 0,
+        record=0 if values is None else rows * (2 + head_dim) * 4,
+        stage=stage,
+        stages=stages,
+    )
