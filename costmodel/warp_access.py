@@ -36,18 +36,17 @@ class Access(Protocol):
 
 def sectors(access: Access) -> int:
     """Distinct 32-byte sectors that the lanes touch."""
-    return _units(access, SECTOR_BYTES)
+    return _units(access.width_bytes, access.addresses, SECTOR_BYTES)
 
 
 def lines(access: Access) -> int:
     """Distinct 128-byte lines that the lanes touch."""
-    return _units(access, LINE_BYTES)
+    return _units(access.width_bytes, access.addresses, LINE_BYTES)
 
 
 def ideal_sectors(access: Access) -> int:
     """Sectors that would hold the distinct bytes that the lanes touch, if these lay together."""
-    touched = len({byte for start in _active(access) for byte in range(start, start + access.width_bytes)})
-    return -(-touched // SECTOR_BYTES)
+    return -(-_units(access.width_bytes, access.addresses, 1) // SECTOR_BYTES)
 
 
 def coalescing(access: Access) -> float:
@@ -91,15 +90,7 @@ def _passes(starts: Iterable[int], width_bytes: int) -> int:
     return max(load)
 
 
-def _units(access: Access, size: int) -> int:
-    return len(
-        {
-            unit
-            for start in _active(access)
-            for unit in range(start // size, (start + access.width_bytes - 1) // size + 1)
-        }
-    )
-
-
-def _active(access: Access) -> list[int]:
-    return [start for start in access.addresses if start >= 0]
+@lru_cache(maxsize=1 << 14)
+def _units(width_bytes: int, addresses: tuple[int, ...], size: int) -> int:
+    starts = (start for start in addresses if start >= 0)
+    return len({unit for start in starts for unit in range(start // size, (start + width_bytes - 1) // size + 1)})
