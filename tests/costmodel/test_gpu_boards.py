@@ -5,6 +5,7 @@ from dataclasses import fields
 import pytest
 from lowbit.costmodel.gpu import gpu_named, gpus
 from lowbit.costmodel.gpu_boards import ARCHITECTURES, BOARDS, DEFAULTS, Architecture
+from lowbit.kernels.cuda.arch import LIMITS
 
 ASKED = {
     "sm_75": ("T4", "RTX 2080 Ti"),
@@ -29,6 +30,12 @@ def test_every_figure_has_a_source(gpu):
 def test_the_common_boards_of_each_architecture_are_there(arch, names):
     assert set(names) <= {gpu.name for gpu in gpus(arch)}
     assert DEFAULTS[arch] in names
+
+
+def test_kernels_are_built_for_what_is_modelled_with_the_same_limits():
+    assert {arch: each.shared_bytes for arch, each in LIMITS.items()} == {
+        arch: each.shared_bytes_per_block for arch, each in ARCHITECTURES.items()
+    }
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES.values(), ids=lambda arch: arch.arch)
