@@ -144,16 +144,22 @@ class Backend(ABC):
 
 
 def backend_named(name: str) -> Backend:
-    """The backend called ``name``.
+    """The backend of this machine's CPU, ``cpu``, or of an architecture of NVIDIA GPUs, ``sm_86``.
 
     Raises
     ------
     DeviceError
         If there is none.
     """
-    from .cpu.backend import CpuBackend
+    from .cuda.arch import ARCHITECTURES
     from .errors import DeviceError
 
-    if name != "cpu":
-        raise DeviceError(f"unknown device {name!r}: this release tunes for 'cpu'")
-    return CpuBackend()
+    if name == "cpu":
+        from .cpu.backend import CpuBackend
+
+        return CpuBackend()
+    if name in ARCHITECTURES:
+        from .cuda.backend import CudaBackend
+
+        return CudaBackend(name)
+    raise DeviceError(f"unknown device {name!r}: choose cpu or one of {', '.join(ARCHITECTURES)}")

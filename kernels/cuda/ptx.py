@@ -5,7 +5,11 @@ from __future__ import annotations
 import functools
 import importlib.util
 import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from types import SimpleNamespace
 from typing import Any
 
 from ..errors import CompileError
@@ -14,6 +18,8 @@ from .simulator import simulating
 
 PACKAGES = ("numba-cuda", "nvidia-nvvm")
 """What PTX depends on besides the kernels' own sources."""
+
+_pretending = threading.RLock()
 
 _ENTRY = re.compile(r"\.visible \.entry (\w+)\(")
 _ENVIRONMENT = re.compile(r"\.common \.global \.align 8 \.u64 (\w*NumbaEnv\w*);\n")
@@ -50,7 +56,8 @@ def _compiled(entry: Entry, arch: str) -> str:
     signature = void(*(types[parameter.type] for parameter in entry.parameters))
     function = getattr(entry.function, "py_func", entry.function)
     try:
-        text, _ = cuda.compile_ptx(function, signature, cc=capability(arch))
+        with _pretended(arch):
+            text, _ = cuda.compile_ptx(function, signature, cc=capability(arch))
     except CCSupportError:
         raise CompileError(f"the installed NVVM {_version('nvidia-nvvm')} does not compile for {arch}") from None
     except NvvmSupportError as error:
@@ -62,6 +69,20 @@ def _compiled(entry: Entry, arch: str) -> str:
     except Exception as error:
         raise CompileError(f"{entry.symbol} does not compile for {arch}: {_first_line(error)}") from error
     return readable(text, entry.symbol)
+
+
+@contextmanager
+def _pretended(arch: str) -> Iterator[None]:
+    """Tell Numba what to compile the functions for that a kernel calls: it would ask the GPU at hand."""
+    from numba.cuda import dispatcher
+
+    with _pretending:
+        asked = dispatcher.get_current_device
+        dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=capability(arch))
+        try:
+            yield
+        finally:
+            dispatcher.get_current_device = asked
 
 
 def readable(ptx: str, symbol: str) -> str:

@@ -45,19 +45,27 @@ class Buffers:
     addresses: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self):
-        offset = GUARD
-        for name, array in self.arrays.items():
-            self.addresses[name] = BASE + offset
-            offset += -(-(array.nbytes + self.slack) // GUARD + 1) * GUARD
-            offset = -(-offset // GUARD) * GUARD
-            offset += GUARD
-        self.bytes = np.full(offset, 0xFF, np.uint8)
-        self.readable_at, self.writable_at = np.zeros(offset, np.bool_), np.zeros(offset, np.bool_)
-        for name, array in self.arrays.items():
-            first = self.addresses[name] - BASE
-            self.bytes[first : first + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            self.readable_at[first : first + array.nbytes + self.slack] = True
-            self.writable_at[first : first + array.nbytes] = name in self.writable
+        self.bytes, given = np.full(GUARD, 0xFF, np.uint8), self.arrays
+        self.readable_at = self.writable_at = np.zeros(GUARD, np.bool_)
+        self.arrays = {}
+        for name, array in given.items():
+            self.include(name, array, name in self.writable)
+
+    def include(self, name, array, writable=False):
+        """Put a copy of ``array`` behind the others."""
+        offset, size = len(self.bytes), array.nbytes + self.slack
+        grown = -(-size // GUARD) * GUARD + GUARD
+        self.arrays[name], self.addresses[name] = array, BASE + offset
+        self.bytes = np.concatenate([self.bytes, np.full(grown, 0xFF, np.uint8)])
+        self.bytes[offset : offset + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        place = np.arange(grown)
+        self.readable_at = np.concatenate([self.readable_at, place < size])
+        self.writable_at = np.concatenate([self.writable_at, (place < array.nbytes) & writable])
+
+    def undefine(self, name):
+        """Make a buffer's bytes those of uninitialised memory."""
+        first = self.addresses[name] - BASE
+        self.bytes[first : first + self.arrays[name].nbytes] = 0xFF
 
     def read(self, name):
         array = self.arrays[name]
@@ -70,6 +78,9 @@ class Machine:
 
     def __init__(self, kernel, grid, threads, shared_bytes, values, buffers):
         self.kernel, self.buffers = kernel, buffers
+        for name, content in kernel.constants.items():
+            if name not in buffers.addresses:
+                buffers.include(name, np.frombuffer(content, np.uint8))
         self.grid, self.threads = grid, threads
         blocks = grid[0] * grid[1] * grid[2]
         padded = -(-threads // WARP) * WARP
@@ -200,6 +211,8 @@ class Machine:
             return ~self.registers[operand[1:]]
         if operand in self.kernel.shared:
             return np.full(self.count, self.kernel.shared[operand], dtype)
+        if operand in self.kernel.constants:
+            return np.full(self.count, self.buffers.addresses[operand], dtype)
         return np.full(self.count, self._literal(operand, kind), dtype)
 
     @staticmethod
@@ -485,6 +498,8 @@ class Machine:
         shift = int(offset, 0) * (-1 if sign == "-" else 1) if offset else 0
         if base in self.kernel.shared:
             return np.full(self.count, self.kernel.shared[base] + shift, np.int64)
+        if base in self.kernel.constants:
+            return np.full(self.count, self.buffers.addresses[base] + shift, np.int64)
         if base not in self.registers:
             return np.full(self.count, int(base, 0) + shift, np.int64)
         return self.registers[base].astype(np.uint64).view(np.int64) + shift

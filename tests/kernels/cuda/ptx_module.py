@@ -35,6 +35,7 @@ class Kernel:
     labels: dict[str, int]
     shared: dict[str, int]
     static_bytes: int
+    constants: dict[str, bytes]
 
 
 def parse(ptx, name=None):
@@ -52,13 +53,19 @@ def parse(ptx, name=None):
         if not depth:
             break
         body.append(character)
-    kernel = Kernel(found, re.findall(r"\.param \.(?:align \d+ \.)?(\w+) (\w+)", parameters), {}, [], {}, {}, 0)
+    kernel = Kernel(found, re.findall(r"\.param \.(?:align \d+ \.)?(\w+) (\w+)", parameters), {}, [], {}, {}, 0, {})
     for align, variable, size in re.findall(r"\.shared \.align (\d+) \.b8 (\w+)\[(\d*)\];", ptx):
         place = -(-kernel.static_bytes // int(align)) * int(align)
         kernel.shared[variable] = place
         kernel.static_bytes = place + int(size or 0)
     for variable in re.findall(r"\.extern \.shared \.align \d+ \.b8 (\w+)\[\];", ptx):
         kernel.shared[variable] = -(-kernel.static_bytes // 16) * 16
+    constant = r"\.(?:global|const) \.align \d+ \.[bu](\d+) ([\w$]+)(?:\[(\d+)\])? = (\{[^}]*\}|\w+);"
+    for bits, variable, count, values in re.findall(constant, ptx):
+        size = int(bits) // 8
+        numbers = [int(value, 0) % (1 << int(bits)) for value in values.strip("{}").split(",")]
+        content = b"".join(number.to_bytes(size, "little") for number in numbers)
+        kernel.constants[variable] = content.ljust(size * int(count or 1), b"\0")  # the rest is zero
     _statements("".join(body), kernel)
     return kernel
 

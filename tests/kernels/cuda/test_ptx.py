@@ -97,3 +97,15 @@ def test_importing_the_modules_imports_no_numba_cuda():
         "sys.exit(any(name.startswith('numba.cuda') or name.startswith('cuda.') for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_functions_that_a_kernel_calls_compile_without_a_gpu():
+    @cuda.jit(device=True, forceinline=True)
+    def doubled(n):
+        return n + n
+
+    def caller(out, stride, n, factor):
+        cuda.shared.array(0, int32)[n] = doubled(n)
+
+    for arch in ("sm_75", "sm_90"):
+        assert f".target {arch}" in ptx.compile_entry(entry(caller, "caller"), arch)
