@@ -36,6 +36,7 @@ _PREDICATE = re.compile(r"!?U?P(\d|T)")
 _PLAIN_REGISTER = re.compile(r"U?R(\d+|Z)\b")
 _ZERO = re.compile(r"[-|~]*U?RZ\b")
 _IMMEDIATE = re.compile(r"-?[\d+.]|[-+]?(INF|QNAN|SNAN)")
+_MASK = re.compile(r"0x[0-9a-f]+")
 _TARGET = re.compile(r"`\(([^()]+)\)")
 _TARGETS = re.compile(r'BRANCH_TARGETS ([^"]+)"')
 _ALL_PREDICATES = {"PR": "P", "UPR": "UP"}
@@ -146,7 +147,7 @@ def _branch(opcode: str, operation: _Operation, guard: str | None) -> WarpInstru
     return WarpInstruction(
         opcode,
         "branch",
-        reads=_registers(operands, 1),
+        address=_registers(operands, 2),
         guard=guard,
         targets=tuple(targets),
         falls_through=conditional or not ends or bool({"DIV", "CONV"} & set(operation.modifiers)),
@@ -200,8 +201,10 @@ def _destinations(operation: _Operation) -> int:
     if predicates[0]:
         if base.endswith(("SETP", "SETP2")) or base in ("PLOP3", "UPLOP3"):
             return 2
-        follows = base in PREDICATE_THEN_REGISTER and len(operands) > 1 and _PLAIN_REGISTER.match(operands[1])
-        return 2 if follows else 1
+        if base not in PREDICATE_THEN_REGISTER or False not in predicates:
+            return 1
+        first = predicates.index(False)
+        return first + (_PLAIN_REGISTER.match(operands[first]) is not None)
     if base in ("P2R", "UP2UR", "R2P", "UR2UP"):
         return 1
     if "ENL2" in operation.modifiers:
@@ -227,7 +230,9 @@ def _width(operation: _Operation, place: int, source: bool) -> int:
     if base == "LEPC":
         return 2
     if base in ("IMAD", "UIMAD"):
-        return 2 if "WIDE" in modifiers and (not source or place == len(operation.operands) - 1) else 1
+        # Products have 64 bits, and so have their addends, the last operand but for a carry.
+        addend = place == max(i for i, operand in enumerate(operation.operands) if not _PREDICATE.fullmatch(operand))
+        return 2 if ("WIDE" in modifiers and (addend or not source)) or ("HI" in modifiers and addend) else 1
     if operation.kind == "dot" and "MMA" in base:
         return 4
     wide = {"64", "S64", "U64"} & set(modifiers)
@@ -250,6 +255,9 @@ def _converted(operation: _Operation, source: bool) -> int:
 
 
 def _written(operation: _Operation, operands: Sequence[str]) -> frozenset[str]:
+    if operation.base == "R2P" and _MASK.fullmatch(operation.operands[-1]):
+        mask = int(operation.operands[-1], 16)
+        return frozenset(f"P{bit}" for bit in range(7) if mask >> bit & 1)
     found = (_registers([operand], _width(operation, place, source=False)) for place, operand in enumerate(operands))
     return frozenset().union(*found)
 

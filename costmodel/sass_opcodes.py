@@ -53,8 +53,10 @@ DESTLESS = _named(
 ) | {opcode for opcode, kind in KINDS.items() if kind in ("branch", "barrier") and opcode != "SYNCS"}
 """Opcodes whose first operand is read."""
 
-PREDICATE_THEN_REGISTER = _named("SHFL ATOM ATOMG ATOMS LOP3 ULOP3 MATCH ELECT QSPC SYNCS R2UR LDG LDS")
-"""Opcodes that may give a predicate, written first, besides their register."""
+PREDICATE_THEN_REGISTER = _named(
+    "SHFL ATOM ATOMG ATOMS LOP3 ULOP3 MATCH ELECT QSPC SYNCS R2UR LDG LDS IMNMX VIMNMX VIMNMX3 FMNMX UIMNMX UVIMNMX"
+)
+"""Opcodes that may give predicates, written first, besides their register."""
 
 DOUBLES = _named("DADD DMUL DFMA DMNMX DSETP FADD2 FMUL2 FFMA2")
 """Opcodes whose operands are all pairs of registers."""
