@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Protocol
@@ -163,6 +163,7 @@ class PyCudaLoader:
             self._shared_bytes = device.get_attribute(cuda.device_attribute.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
             self._context = device.retain_primary_context()
             self._context.push()
+            atexit.register(self._context.pop)  # PyCUDA wants its stack of contexts empty when it ends
         self.arch = f"sm_{major}{minor}"
 
     def alloc(self, nbytes: int) -> _PyCudaMemory:
@@ -213,10 +214,6 @@ class PyCudaLoader:
     def synchronize(self) -> None:
         with self._typed("waiting for the GPU"):
             self._cuda.Context.synchronize()
-
-    def __del__(self) -> None:
-        with suppress(Exception):
-            self._context.pop()
 
     def _typed(self, doing: str) -> _Typed:
         return _Typed(self._cuda.Error, doing)

@@ -16,9 +16,10 @@ from ..errors import CompileError, DeviceError, GpuMemoryError
 from . import probes
 from .faults import checked, translated
 from .gpus import GpuHere, describe, gpus_here, has_driver, why_no_driver
+from .program import Geometry
 
 if TYPE_CHECKING:
-    from .program import Geometry, Parameter
+    from .program import Parameter
 
 __all__ = ["Driver", "Enqueued", "Event", "Function", "GpuHere", "Graph", "Memory", "gpus_here", "typed_arguments"]
 
@@ -27,6 +28,7 @@ ORDINARY_SHARED_BYTES = 48 << 10
 FLUSH_CACHES = 2
 """A flush reads this many times what the second-level cache holds."""
 LEAST_FLUSH_BYTES = 32 << 20
+_SMALLEST = Geometry((1, 1, 1), 32, 0)
 
 _TYPES: Mapping[str, Callable[[Any], np.generic]] = {
     "pointer": np.int64,
@@ -196,6 +198,7 @@ class Driver:
             self._device.set_current()
             self._stream = self._device.create_stream()
         self._target: Any = self._stream
+        self._stand_in: Function | None = None
         self._probes: dict[str, Function] = {}
         self._flush: Memory | None = None
         self._sink: Memory | None = None
@@ -285,6 +288,8 @@ class Driver:
         """
         from cuda import core
 
+        if self._stand_in is not None:
+            function, geometry, arguments = self._stand_in, _SMALLEST, ()
         if geometry.threads > function.most_threads:
             raise CompileError(
                 f"kernel {function.symbol} can have {function.most_threads} threads a block, not {geometry.threads}"
@@ -342,6 +347,14 @@ class Driver:
             graph.upload(self._stream)
         return Graph(graph, self._stream, calls)
 
+    def capture_empty(self, calls: Sequence[Callable[[], object]]) -> Graph:
+        """`capture`, with a kernel that returns at once in place of every launch: what the launches alone cost."""
+        self._stand_in = self.probe(probes.EMPTY)
+        try:
+            return self.capture(calls)
+        finally:
+            self._stand_in = None
+
     def flush_l2(self) -> None:
         """Enqueue a read of other memory that leaves nothing else in the second-level cache, nor what is unwritten."""
         if self._flush is None:
@@ -359,8 +372,6 @@ class Driver:
 
     def read_through(self, memory: Memory) -> int:
         """Enqueue a read of ``memory`` by the whole GPU; returns how many bytes it is, the rest fills no round."""
-        from .program import Geometry
-
         geometry = Geometry((self.gpu.sms * self.gpu.threads_sm // 256, 1, 1), 256, 0)
         round_bytes = geometry.grid[0] * geometry.threads * probes.READ_BYTES
         nbytes = memory.nbytes // round_bytes * round_bytes
@@ -370,14 +381,12 @@ class Driver:
 
     def spin(self, count: int) -> None:
         """Enqueue ``count`` dependent multiply-adds in one thread of each SM."""
-        from .program import Geometry
-
         arguments = (np.int32(count), np.int64(self.sink()))
         self.launch(self.probe(probes.SPIN), Geometry((self.gpu.sms, 1, 1), 32, 0), arguments)
 
-    def nothing(self, geometry: Geometry) -> None:
-        """Enqueue a kernel that returns at once, launched as ``geometry`` says."""
-        self.launch(self.probe(probes.EMPTY), geometry, ())
+    def nothing(self) -> None:
+        """Enqueue a kernel that returns at once."""
+        self.launch(self.probe(probes.EMPTY), _SMALLEST, ())
 
     def sink(self) -> int:
         """Address of 4 bytes that probes may write to."""

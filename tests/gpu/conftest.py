@@ -33,8 +33,9 @@ def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     if header is None or compiler is None or sys.platform != "linux":
         pytest.skip("building the fake driver needs cc and cuda.h")
     place = tmp_path_factory.mktemp("driver")
-    command = [compiler, "-shared", "-fPIC", "-O1", "-Wl,-soname,libcuda.so.1", f"-I{header}"]
-    subprocess.run([*command, str(HERE / "fake_driver.c"), "-o", str(place / "libcuda.so.1")], check=True)
+    for source, library in (("fake_driver.c", "libcuda.so.1"), ("fake_nvml.c", "libnvidia-ml.so.1")):
+        command = [compiler, "-shared", "-fPIC", "-O1", "-D_GNU_SOURCE", f"-Wl,-soname,{library}", f"-I{header}"]
+        subprocess.run([*command, str(HERE / source), "-o", str(place / library), "-ldl"], check=True)
     return {**os.environ, "LD_LIBRARY_PATH": str(place), VARIABLE: str(place / "libcuda.so.1")}
 
 
@@ -58,6 +59,7 @@ class FakeDriver:
         self._library = library
         library.fake_symbol.restype = ctypes.c_char_p
         library.fake_allocated.restype = ctypes.c_ulonglong
+        library.fake_now_us.restype = ctypes.c_double
         library.fake_cost.argtypes = [ctypes.c_char_p, ctypes.c_double, ctypes.c_double]
         library.fake_reset()
 
@@ -66,6 +68,10 @@ class FakeDriver:
 
     def arch(self, major: int, minor: int) -> None:
         self._library.fake_arch(major, minor)
+
+    @property
+    def now_us(self) -> float:
+        return float(self._library.fake_now_us())
 
     @property
     def allocated(self) -> int:
@@ -81,6 +87,6 @@ def fake() -> Iterator[FakeDriver]:
     path = os.environ.get(VARIABLE)
     if path is None:
         pytest.skip("runs in a process with the fake driver: see test_with_fake_driver.py")
-    driver = FakeDriver(ctypes.CDLL(path))
+    driver = FakeDriver(ctypes.CDLL(path, ctypes.RTLD_GLOBAL))
     yield driver
     driver._library.fake_reset()

@@ -156,7 +156,7 @@ def test_events_measure_what_lies_between_them(fake):
 
 def test_a_graph_replays_what_was_captured_and_nothing_else(fake):
     driver = Driver()
-    graph = driver.capture([lambda: driver.spin(1000)] * 4 + [lambda: driver.nothing(geometry())])
+    graph = driver.capture([lambda: driver.spin(1000)] * 4 + [driver.nothing])
     assert fake.launches == []
     start = driver.event()
     graph.enqueue()
@@ -165,6 +165,25 @@ def test_a_graph_replays_what_was_captured_and_nothing_else(fake):
     assert [each.symbol for each in fake.launches] == (["lowbit_spin"] * 4 + ["lowbit_empty"]) * 2
     graph.close()
     driver.spin(1)
+    assert fake.launches[-1].symbol == "lowbit_spin"
+
+
+def test_an_empty_capture_has_as_many_launches_that_do_nothing(fake):
+    driver = Driver()
+    function = driver.load(KERNEL, "scale")
+    fake.cost("scale", 10.0, 10.0)
+    arguments = [np.int64(0), np.int32(0), np.float32(0), np.int64(0)]
+
+    def call():
+        driver.launch(function, geometry(shared_bytes=99 << 10), arguments)
+        driver.spin(1000)
+
+    graph = driver.capture_empty([call] * 3)
+    start = driver.event()
+    graph.enqueue()
+    assert driver.event().since(start) == pytest.approx(6 * 1.5)
+    assert {each.symbol for each in fake.launches} == {"lowbit_empty"}
+    call()
     assert fake.launches[-1].symbol == "lowbit_spin"
 
 

@@ -54,6 +54,7 @@ void fake_cost(const char *symbol, double warm_us, double cold_us) {
     snprintf(cost->symbol, sizeof cost->symbol, "%s", symbol);
     cost->warm_us = warm_us, cost->cold_us = cold_us;
 }
+double fake_now_us(void) { return state.now_us; }
 int fake_launches(void) { return state.logged; }
 const char *fake_symbol(int n) { return state.log[n].kernel->name; }
 void fake_geometry(int n, unsigned *out) {
@@ -374,19 +375,28 @@ CUresult cuGraphReleaseUserObject(CUgraph graph, CUuserObject object, unsigned c
 
 /* -- errors and entry points ------------------------------------------------------------------------------------ */
 
+static const struct { CUresult error; const char *name, *words; } errors[] = {
+#define ERROR(name, words) {name, #name, words}
+    ERROR(CUDA_ERROR_ILLEGAL_ADDRESS, "an illegal memory access was encountered"),
+    ERROR(CUDA_ERROR_INVALID_PTX, "a PTX JIT compilation failed"),
+    ERROR(CUDA_ERROR_NO_BINARY_FOR_GPU, "no kernel image is available for execution on the device"),
+    ERROR(CUDA_ERROR_NOT_FOUND, "named symbol not found"),
+    ERROR(CUDA_ERROR_OUT_OF_MEMORY, "out of memory"),
+    ERROR(CUDA_ERROR_INVALID_VALUE, "invalid argument"),
+    ERROR(CUDA_ERROR_INVALID_DEVICE, "invalid device ordinal"),
+    ERROR(CUDA_ERROR_UNKNOWN, "unknown error"),
+};
+#define ERRORS (sizeof errors / sizeof *errors)
 CUresult cuGetErrorName(CUresult error, const char **out) {
-    switch (error) {
-        case CUDA_ERROR_ILLEGAL_ADDRESS: *out = "CUDA_ERROR_ILLEGAL_ADDRESS"; break;
-        case CUDA_ERROR_INVALID_PTX: *out = "CUDA_ERROR_INVALID_PTX"; break;
-        case CUDA_ERROR_NO_BINARY_FOR_GPU: *out = "CUDA_ERROR_NO_BINARY_FOR_GPU"; break;
-        case CUDA_ERROR_NOT_FOUND: *out = "CUDA_ERROR_NOT_FOUND"; break;
-        case CUDA_ERROR_OUT_OF_MEMORY: *out = "CUDA_ERROR_OUT_OF_MEMORY"; break;
-        case CUDA_ERROR_INVALID_VALUE: *out = "CUDA_ERROR_INVALID_VALUE"; break;
-        default: *out = "CUDA_ERROR_UNKNOWN";
-    }
-    return CUDA_SUCCESS;
+    size_t i = 0;
+    while (i < ERRORS - 1 && errors[i].error != error) i++;
+    return *out = errors[i].name, CUDA_SUCCESS;
 }
-CUresult cuGetErrorString(CUresult error, const char **out) { return *out = "as the fake driver says", CUDA_SUCCESS; }
+CUresult cuGetErrorString(CUresult error, const char **out) {
+    size_t i = 0;
+    while (i < ERRORS - 1 && errors[i].error != error) i++;
+    return *out = errors[i].words, CUDA_SUCCESS;
+}
 
 static CUresult missing(void) { return CUDA_ERROR_NOT_SUPPORTED; }
 
