@@ -7,9 +7,12 @@ consumption; they differ in what is summed and in where scales come in. Integer 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from ..packing import Packing
 from ..problem import GROUP
@@ -69,11 +72,6 @@ class Contraction:
     @property
     def slot_bytes(self) -> int:
         return 1 if self.integer else 4
-
-    @property
-    def row_bytes(self) -> int:
-        """Of the small operand, a multiple of 16."""
-        return -(-len(self.order) * self.slot_bytes // 16) * 16
 
     @property
     def bundle(self) -> int:
@@ -146,8 +144,14 @@ class KeyStep:
     ----------
     count : int
         Steps of a tile.
-    data_bytes, small_bytes, group_step : int
-        From one step to the next: of the packed operand, of a small row, of scale groups.
+    data_bytes, group_step : int
+        From one step to the next: bytes of the packed operand, scale groups.
+    slots : int
+        Of one row of the small operand in one step; the small operand is stored [step][row][slot].
+    slot_of_channel : list of int
+        Slot of each channel of a step, whose channels are a run.
+    row_bytes : int
+        Of one row of one step, a multiple of 16.
     group_part, token_part : pair of int
         How a lane's scale group, and its first token, differ from lane 0's; see `mapping.lane_part`.
     """
@@ -162,7 +166,9 @@ class KeyStep:
         last = (self.count - 1) * self.vectors
         self.data_bytes = int(offsets[0, self.vectors] - offsets[0, 0]) if self.count > 1 else 0
         self.group_step = self._groups[self.vectors // c.bundle][0] - self._groups[0][0] if self.count > 1 else 0
-        self.small_bytes = c.small_offset(self.vectors // c.bundle)
+        self.slots = c.small_offset(self.vectors // c.bundle) // c.slot_bytes
+        self.row_bytes = -(-self.slots * c.slot_bytes // 16) * 16
+        self.slot_of_channel = self._slot_table()
         for step in range(self.count):
             first = step * self.vectors
             regular = offsets[:, first : first + self.vectors] == offsets[:, : self.vectors] + step * self.data_bytes
@@ -201,6 +207,26 @@ class KeyStep:
         self.group_part = parts.pop()
         return table
 
+    def _slot_table(self) -> list[int]:
+        order = np.array(self.contraction.order).reshape(self.count, self.slots)
+        if (order != order[0] + self.slots * np.arange(self.count)[:, None]).any():
+            raise Infeasible(f"{self.contraction.packing.name}: the channels of a step are no run")
+        return [int(slot) for slot in np.argsort(order[0])]
+
+    @property
+    def step_bytes(self) -> int:
+        """Of the small operand's rows in one step."""
+        return self.contraction.rows * self.row_bytes
+
+    @property
+    def step_factors(self) -> int:
+        """Bytes of factors of one step, which are stored [group][row]."""
+        return self.group_step * self.contraction.rows * FACTOR_BYTES
+
+    def steps_of_split(self, splits: int) -> int:
+        """Steps of the longest of ``splits`` ranges of steps."""
+        return -(-self.count // splits)
+
     def _step_vectors(self, loads: int) -> int:
         """The longest step of about ``loads`` vectors that holds whole bundles, and whole groups unless it is all."""
         c = self.contraction
@@ -215,6 +241,7 @@ class KeyStep:
         """Vectors of a lane that one step loads."""
         return self.vectors * self.contraction.tiling.iters_o
 
+    @functools.cached_property
     def shares(self) -> list[int]:
         """How many (lane, step, word-run) sums of one token each scale group is spread over, by group."""
         c = self.contraction
@@ -264,13 +291,13 @@ class KeyStep:
         keys = sorted({group for q in range(self.vectors // c.bundle) for group in self._groups[q]})
         scale = self._scales(ops, scales, keys, staged) if c.scaled else {}
         totals: dict[tuple[int, int, int], _Sum] = {}
-        reader = _SmallReader(ops, c, small)
+        reader = _SmallReader(ops, c, small, self.row_bytes)
         for q in range(self.vectors // c.bundle):
             bundles = [
                 unpacked(ops, c, [loaded[i][q * c.bundle + v] for v in range(c.bundle)]) for i in range(len(loaded))
             ]
             for row in range(c.rows):
-                words = reader.words(row * c.row_bytes, q)
+                words = reader.words(row * self.row_bytes, q)
                 for i, bundle in enumerate(bundles):
                     for output, slot, value in bundle:
                         token = i * len(c.tiling.vectors.outputs_each) + output
@@ -286,7 +313,7 @@ class KeyStep:
                     ops.ffma(value, scale[group, token], found[place]) if c.scaled else ops.fadd(value, found[place])
                 )
                 continue
-            multiplier, correction = factor(ops, factors, (row * c.groups + group) * FACTOR_BYTES)
+            multiplier, correction = factor(ops, factors, (group * c.rows + row) * FACTOR_BYTES)
             exact = (
                 ops.ffma(total.as_float(ops, c.scale), multiplier, correction)
                 if c.unpacking and c.unpacking.offset
@@ -376,7 +403,7 @@ class ValueTile:
         tiling = c.tiling
         found = list(sums)
         totals: dict[tuple[int, int], _Sum] = {}
-        reader = _SmallReader(ops, c, small)
+        reader = _SmallReader(ops, c, small, TILE * c.slot_bytes)
         bundles, last = tiling.iters_r // c.bundle, tiling.iters_o - 1
         ahead = max(self.loads // (tiling.iters_o * c.bundle), 1)
         each = len(tiling.vectors.outputs_each)
@@ -530,8 +557,8 @@ def factor(ops: Ops, factors: Value, offset: int) -> tuple[Value, Value]:
 class _SmallReader:
     """Reads the small operand of bundles, 16 bytes at a time where the next bundle's lies behind this one's."""
 
-    def __init__(self, ops: Ops, c: Contraction, small: Value) -> None:
-        self._ops, self._c, self._small = ops, c, small
+    def __init__(self, ops: Ops, c: Contraction, small: Value, row_bytes: int) -> None:
+        self._ops, self._c, self._small, self._row_bytes = ops, c, small, row_bytes
         self._chunks: dict[tuple[int, int], tuple[Value, ...]] = {}
 
     def words(self, row: int, bundle: int) -> list[Value]:
@@ -539,8 +566,7 @@ class _SmallReader:
         c, first = self._c, self._c.small_offset(bundle)
         if c.tiling.lanes_r > 1:
             return self._load(row + first, c.bundle_bytes // 4)
-        whole = c.row_bytes if c.tiling.role == "k" else TILE * c.slot_bytes
-        size = next(n for n in (16, 8, 4) if whole % n == 0)
+        size = next(n for n in (16, 8, 4) if self._row_bytes % n == 0)
         found: list[Value] = []
         for chunk in range(first // size, -(-(first + c.bundle_bytes) // size)):
             key = row, chunk

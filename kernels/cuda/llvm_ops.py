@@ -54,6 +54,9 @@ class LlvmOps(Ops):
     def xor(self, a: Any, b: Any) -> Any:
         return self._builder.xor(a, b)
 
+    def divide(self, a: Any, b: int) -> Any:
+        return self._builder.udiv(a, self.i32(b))
+
     def wide_mul(self, a: Any, b: int) -> Any:
         return self._builder.mul(self._builder.sext(a, I64), ir.Constant(I64, b))
 

@@ -68,32 +68,35 @@ MERGE = (("partials", "pointer"), ("out", "pointer"), ("splits", "int32"))
 
 
 def build_prepare(steps: Steps) -> Callable[..., None]:
-    """The part that rounds and stores a block's rows of queries, in a kernel of its own where Numba inlines it."""
-    rows, head_dim = steps.rows, steps.problem.head_dim
-    row_bytes, groups, factors = steps.keys.contraction.row_bytes, steps.keys.contraction.groups, steps.shared.factors
-    channels, factor_bytes = len(steps.keys.contraction.order), 8
+    """Store a block's rows of queries in shared memory, of the steps from ``first`` to ``stop``."""
+    rows, head_dim, keys = steps.rows, steps.problem.head_dim, steps.keys
+    count, groups, group_step = keys.count, keys.contraction.groups, keys.group_step
+    channels = keys.slots
     round_group, copy_float, mark = steps.round_group, steps.copy_float, steps.mark(marks.PROLOGUE)
 
-    def integers(x: Any, live_rows: Any, factor: Any, thread: Any, threads: Any) -> None:
+    def integers(x: Any, live_rows: Any, factor: Any, thread: Any, threads: Any, first: Any, stop: Any) -> None:
         lane, warp, warps = thread & 31, thread >> 5, threads >> 5
-        for unit in range(warp, rows * groups, warps):
+        first_group, last_group = first * group_step, stop * group_step
+        if stop == count:
+            last_group = groups
+        for unit in range(first_group * rows + warp, last_group * rows, warps):
             mark()
-            row = unit // groups
-            group = unit - row * groups
+            group = unit // rows
+            row = unit - group * rows
             live = live_rows - row
             source = x + 4 * head_dim * (row if live > 0 else 0)
-            place = factors + row * groups * factor_bytes
-            round_group(source, live, group, lane, factor, row * row_bytes, place)
+            round_group(source, live, group, row, first, lane, factor)
 
-    def floats(x: Any, live_rows: Any, factor: Any, thread: Any, threads: Any) -> None:
-        for index in range(thread, rows * channels, threads):
+    def floats(x: Any, live_rows: Any, factor: Any, thread: Any, threads: Any, first: Any, stop: Any) -> None:
+        for index in range(first * channels * rows + thread, stop * channels * rows, threads):
             mark()
-            row = index // channels
+            channel = index // rows
+            row = index - channel * rows
             live = live_rows - row
             source = x + 4 * head_dim * (row if live > 0 else 0)
-            copy_float(source, live, index - row * channels, factor, row * row_bytes)
+            copy_float(source, live, channel, row, first, factor)
 
-    return integers if steps.keys.contraction.integer else floats
+    return integers if keys.contraction.integer else floats
 
 
 def build_attend(steps: Steps) -> Kernel:
@@ -101,7 +104,7 @@ def build_attend(steps: Steps) -> Kernel:
     prepare = steps.device(build_prepare(steps))
     finish = steps.device(build_finish(steps, normalise=True))
     weigh = steps.device(build_weigh(steps))
-    rows, head_dim = steps.rows, steps.problem.head_dim
+    rows, head_dim, count = steps.rows, steps.problem.head_dim, steps.keys.count
     v = steps.values
     v_scale_tile = v.contraction.groups * TILE * SCALE_BYTES if v.contraction.scaled else 0
     thread_index, threads_of_block = steps.thread, steps.threads
@@ -112,7 +115,7 @@ def build_attend(steps: Steps) -> Kernel:
     scores_of, no_scores, no_state, no_out = steps.scores, steps.zeros_scores, steps.start, steps.zeros_out
     seen, update, rescale, accumulate = steps.seen, steps.update, steps.rescale, steps.accumulate
     state_of, weights_of, shrinks_of, dither = steps.state_of, steps.weights_of, steps.shrinks_of, steps.dither
-    reduce_scores, mark = steps.reduce_scores, steps.mark(marks.TILE)
+    reduce_scores, mark = steps.reduce, steps.mark(marks.TILE)
     warp_base, warp_bytes = steps.shared.warps, steps.shared.warp
 
     def attend(
@@ -138,7 +141,9 @@ def build_attend(steps: Steps) -> Kernel:
         thread, threads = thread_index(), threads_of_block()
         head, split, first_row = block_x(), block_y(), block_z() * rows
         lane, warp, warps = thread & 31, thread >> 5, threads >> 5
-        prepare(x + 4 * head_dim * (head * rows_all + first_row), rows_all - first_row, factor, thread, threads)
+        prepare(
+            x + 4 * head_dim * (head * rows_all + first_row), rows_all - first_row, factor, thread, threads, 0, count
+        )
         block_barrier()
         bounds = seen(first_row, tokens, query_rows, window)
         tiles = (tokens + 31) >> 5
@@ -340,7 +345,7 @@ def build_sv(steps: Steps) -> Kernel:
 def build_qk(steps: Steps) -> Kernel:
     """Scores of all tokens."""
     prepare = steps.device(build_prepare(steps))
-    rows, head_dim = steps.rows, steps.problem.head_dim
+    rows, head_dim, count = steps.rows, steps.problem.head_dim, steps.keys.count
     thread_index, threads_of_block = steps.thread, steps.threads
     block_x, block_y, block_z = (steps.block(axis) for axis in range(3))
     k_place, token_of, k_scale_place = steps.key_place, steps.token_of, steps.key_scale_place
@@ -350,7 +355,7 @@ def build_qk(steps: Steps) -> Kernel:
         steps.scores,
         steps.zeros_scores,
     )
-    reduce_scores, store_scores, block_barrier = steps.reduce_scores, steps.store_scores, steps.block_barrier
+    reduce_scores, store_scores, block_barrier = steps.reduce, steps.store_scores, steps.block_barrier
     mark = steps.mark(marks.TILE)
 
     def qk(
@@ -368,7 +373,9 @@ def build_qk(steps: Steps) -> Kernel:
         thread, threads = thread_index(), threads_of_block()
         head, split, first_row = block_x(), block_y(), block_z() * rows
         lane, warp, warps = thread & 31, thread >> 5, threads >> 5
-        prepare(x + 4 * head_dim * (head * rows_all + first_row), rows_all - first_row, factor, thread, threads)
+        prepare(
+            x + 4 * head_dim * (head * rows_all + first_row), rows_all - first_row, factor, thread, threads, 0, count
+        )
         block_barrier()
         tiles = (tokens + 31) >> 5
         first, stop = tiles * split // splits, tiles * (split + 1) // splits

@@ -42,6 +42,10 @@ class Ops(ABC):
     @abstractmethod
     def xor(self, a: Value, b: Value) -> Value: ...
     @abstractmethod
+    def divide(self, a: Value, b: int) -> Value:
+        """The quotient of a number that is not negative, by a constant."""
+
+    @abstractmethod
     def wide_mul(self, a: Value, b: int) -> Value:
         """The 64-bit product with a constant."""
 

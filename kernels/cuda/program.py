@@ -14,8 +14,8 @@ from ..problem import Problem
 from ..reference import softmax_scale
 from .arch import limits
 from .contraction import KeyStep, ValueTile, contraction
-from .gemv import GEMV, build_gemv
-from .mapping import LANES, Infeasible, Tiling, key_tilings, value_tilings
+from .gemv import GEMV, MERGE_GEMV, build_gemv, build_merge_gemv
+from .mapping import LANES, TILE, Infeasible, Tiling, key_tilings, value_tilings
 from .operators import ATTEND, MERGE, QK, SV, build_attend, build_merge, build_qk, build_sv
 from .shared import Shared, shared
 from .steps import RECORD_HEAD, Steps
@@ -106,23 +106,28 @@ class Program:
     def geometry(self, tokens: int) -> Geometry:
         """Launch of the main kernel."""
         problem, launch = self.problem, self.candidate.launch
-        passes = -(-problem.rows // launch.rows)
-        return Geometry(
-            (problem.kv_heads, launch.splits, passes), LANES * launch.warps, self.shared.total(launch.warps)
-        )
+        passes, threads = -(-problem.rows // launch.rows), LANES * launch.warps
+        if problem.operator == "gemv":
+            assert self.keys is not None
+            shared_bytes = self.shared.gemv_total(self.keys, launch.warps, launch.splits)
+            return Geometry((-(-tokens // TILE), launch.splits, passes), threads, shared_bytes)
+        return Geometry((problem.kv_heads, launch.splits, passes), threads, self.shared.total(launch.warps))
 
     def merge_geometry(self, tokens: int) -> Geometry:
-        """Launch of the merge kernel: a block to a row."""
+        """Launch of the merge kernel: a block to a row, or a thread to a product of gemv."""
         problem = self.problem
-        return Geometry((problem.kv_heads * problem.rows, 1, 1), min(-(-problem.head_dim // 32) * 32, 256), 0)
+        if problem.operator == "gemv":
+            return Geometry((-(-problem.rows * tokens // MERGE_THREADS), 1, 1), MERGE_THREADS, 0)
+        threads = min(-(-problem.head_dim // LANES) * LANES, MERGE_THREADS)
+        return Geometry((problem.kv_heads * problem.rows, 1, 1), threads, 0)
 
     def workspace_bytes(self, tokens: int) -> int:
-        """Size of ``partials``."""
-        if self.merge is None:
+        """Size of ``partials``; 0 with one split."""
+        problem, splits = self.problem, self.candidate.launch.splits
+        if self.merge is None or splits == 1:
             return 0
-        problem = self.problem
-        records = problem.kv_heads * problem.rows * self.candidate.launch.splits
-        return 4 * records * (RECORD_HEAD + problem.head_dim)
+        results = problem.kv_heads * problem.rows * splits
+        return 4 * results * (tokens if problem.operator == "gemv" else RECORD_HEAD + problem.head_dim)
 
     def constants(self, tokens: int) -> dict[str, int | float]:
         """Values of the parameters that do not depend on the operands' addresses."""
@@ -148,6 +153,8 @@ BUILDERS = {
     "sv": (build_sv, SV),
     "gemv": (build_gemv, GEMV),
 }
+
+MERGE_THREADS = 256
 
 MOST_OUTPUTS = 64
 """Sums of values that a lane keeps in registers."""
@@ -183,9 +190,9 @@ def build(problem: Problem, candidate: Candidate, arch: str, marks: bool = False
     if isinstance(made, str):
         raise CompileError(made)
     program = replace(made, problem=problem, candidate=candidate)
-    if launch.splits > 1 and program.merge is None and problem.operator != "qk":
-        raise CompileError(f"{problem.operator} has no splits to merge")
-    need, most = program.shared.total(launch.warps), limits(arch).shared_bytes
+    if problem.operator == "gemv" and program.keys is not None and launch.splits > program.keys.count:
+        raise CompileError(f"{launch.splits} splits of {program.keys.count} steps along the columns")
+    need, most = program.geometry(1).shared_bytes, limits(arch).shared_bytes
     if need > most:
         raise CompileError(f"{launch.warps} warps need {need} bytes of shared memory, a block of {arch} has {most}")
     return program
@@ -193,8 +200,7 @@ def build(problem: Problem, candidate: Candidate, arch: str, marks: bool = False
 
 def _code_of(problem: Problem) -> Problem:
     """The problem but for what kernels are told at run time."""
-    window = 0
-    return replace(problem, heads=1, kv_heads=1, query_rows=1, window=window, softcap=1.0 if problem.softcap else 0.0)
+    return replace(problem, heads=1, kv_heads=1, query_rows=1, window=0, softcap=1.0 if problem.softcap else 0.0)
 
 
 @functools.lru_cache(512)
@@ -223,7 +229,7 @@ def _build(problem: Problem, candidate: Candidate, arch: str, marked: bool) -> P
     keys = _keys(problem, candidate) if candidate.k is not None else None
     values = _values(problem, candidate) if candidate.v is not None else None
     lay_out = shared(
-        None if keys is None else keys.contraction,
+        keys,
         None if values is None else values.contraction,
         rows,
         problem.head_dim,
@@ -239,13 +245,12 @@ def _build(problem: Problem, candidate: Candidate, arch: str, marked: bool) -> P
     symbol = _symbol(problem, candidate, arch)
     main = Entry(symbol, make(steps), tuple(Parameter(*each) for each in parameters))
     merge = None
-    if values is not None:
-        kind = "merge_attend" if problem.operator == "attend" else "merge_sv"
-        merge = Entry(
-            f"{kind}_d{problem.head_dim}",
-            build_merge(steps, normalise=problem.operator == "attend"),
-            tuple(Parameter(*each) for each in MERGE),
-        )
+    if problem.operator == "gemv":
+        merge = Entry("merge_gemv", build_merge_gemv(steps), tuple(Parameter(*each) for each in MERGE_GEMV))
+    elif values is not None:
+        normalise = problem.operator == "attend"
+        name = f"merge_{problem.operator}_d{problem.head_dim}"
+        merge = Entry(name, build_merge(steps, normalise), tuple(Parameter(*each) for each in MERGE))
     return Program(problem, candidate, arch, main, merge, lay_out, keys, values)
 
 

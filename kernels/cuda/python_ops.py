@@ -56,6 +56,9 @@ class PythonOps(Ops):
     def xor(self, a: int, b: int) -> int:
         return signed(a ^ b)
 
+    def divide(self, a: int, b: int) -> int:
+        return a // b
+
     def wide_mul(self, a: int, b: int) -> int:
         return a * b
 

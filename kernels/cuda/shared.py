@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .contraction import FACTOR_BYTES, Contraction
+from .contraction import FACTOR_BYTES, Contraction, KeyStep
 from .mapping import TILE
 
 
@@ -69,14 +69,14 @@ class Shared:
     stages: int
 
     @property
-    def factors(self) -> int:
-        """Where the keys' factors begin."""
-        return self.key_rows
+    def small(self) -> int:
+        """Where the keys' small operand begins, behind its factors, of which splits of gemv leave room for all."""
+        return _aligned(self.key_factors)
 
     @property
     def warps(self) -> int:
         """Where the first warp's part begins."""
-        return _aligned(self.key_rows + self.key_factors)
+        return _aligned(self.small + self.key_rows)
 
     @property
     def warp(self) -> int:
@@ -93,24 +93,30 @@ class Shared:
         return 0 if self.stage is None else self.stages * self.stage.nbytes
 
     def total(self, warps: int) -> int:
-        """Dynamic shared memory of a block."""
+        """Dynamic shared memory of a block, but for gemv: see `gemv_total`."""
         working = self.ring(warps) + warps * self.ring_bytes if self.stage else self.warps + warps * self.warp
         return max(working, self.warps + warps * self.record)
 
+    def gemv_total(self, keys: KeyStep, warps: int, splits: int) -> int:
+        """Dynamic shared memory of a block of gemv, which needs a split's vectors; warps' results then replace them."""
+        return max(self.small + keys.steps_of_split(splits) * keys.step_bytes, warps * self.record)
+
 
 def shared(
-    keys: Contraction | None, values: Contraction | None, rows: int, head_dim: int, stage: Stage | None, stages: int
+    keys: KeyStep | None, values: Contraction | None, rows: int, head_dim: int, stage: Stage | None, stages: int
 ) -> Shared:
     """Shared memory of a kernel that reads ``keys``, ``values`` or both."""
     pairs = rows * values.groups if values is not None else 0
     integer = values is not None and values.integer
     return Shared(
-        key_rows=0 if keys is None else rows * keys.row_bytes,
-        key_factors=0 if keys is None or not keys.integer else _aligned(rows * keys.groups * FACTOR_BYTES),
+        key_rows=0 if keys is None else keys.count * keys.step_bytes,
+        key_factors=0
+        if keys is None or not keys.contraction.integer
+        else _aligned(rows * keys.contraction.groups * FACTOR_BYTES),
         products=pairs * TILE * 4,
         weights=pairs * TILE if integer else 0,
         value_factors=_aligned(pairs * FACTOR_BYTES) if integer else 0,
-        record=0 if values is None else rows * (2 + head_dim) * 4,
+        record=4 * rows * (TILE if values is None else 2 + head_dim),
         stage=stage,
         stages=stages,
     )

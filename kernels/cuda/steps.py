@@ -126,13 +126,12 @@ class Steps:
 
         def small_place(ops: Ops, lane: Value) -> Value:
             _, r_lane = _lanes(ops, lane, tiling.lanes_r)
-            return ops.mul(r_lane, ops.i32(c.bundle_bytes))
+            return ops.add(ops.mul(r_lane, ops.i32(c.bundle_bytes)), ops.i32(self.shared.small))
 
         def factor_place(ops: Ops, lane: Value) -> Value:
             _, r_lane = _lanes(ops, lane, tiling.lanes_r)
-            return ops.add(
-                ops.i32(self.shared.factors), ops.mul(_part(ops, r_lane, keys.group_part), ops.i32(FACTOR_BYTES))
-            )
+            each = ops.i32(self.rows * FACTOR_BYTES)
+            return ops.mul(_part(ops, r_lane, keys.group_part), each)
 
         def reduce(ops: Ops, found: Sequence[Value], lane: Value) -> tuple[Value, ...]:
             return tuple(_scatter(ops, found[row * tokens : (row + 1) * tokens], lane) for row in range(self.rows))
@@ -148,27 +147,29 @@ class Steps:
                 ops.store_global_if_less(inside, live, place, score)
                 place = ops.address(place, pitch)
 
+        def store_rows(ops: Ops, values: Sequence[Value], place: Value) -> None:
+            for row, value in enumerate(values):
+                ops.store_shared(place, 4 * row * TILE, (value,))
+
         self.key_place = step(data_place, ["i64", "i32"], "i64")
         self.key_scale_place = step(scale_place, ["i64", "i32"], "i64")
         self.key_small_place = step(small_place, ["i32"], "i32")
         self.key_factor_place = step(factor_place, ["i32"], "i32")
         self.zeros_scores = step(lambda ops: (ops.f32(0.0),) * (self.rows * tokens), [], sums)
-        self.reduce_scores = step(reduce, [sums, "i32"], rows)
+        self.reduce = step(reduce, [sums, "i32"], rows)
         self.token_of = step(lambda ops, lane: ops.table(token_table, lane), ["i32"], "i32")
+        self.store_rows = step(store_rows, [rows, "i32"], None)
         self.store_scores = step(store_scores, [rows, "i64", "i32", "i32", "i32"], None)
         self.scores = self._scores(keys, sums)
+        at = self.shared.small
         self.round_group = step(
-            lambda ops, row, live, group, lane, factor, codes, factors: queries.round_group(
-                ops, keys, head_dim, row, live, group, lane, factor, codes, factors
-            ),
-            ["i64", "i32", "i32", "i32", "f32", "i32", "i32"],
+            lambda ops, *given: queries.round_group(ops, keys, head_dim, at, *given),
+            ["i64", "i32", "i32", "i32", "i32", "i32", "f32"],
             None,
         )
         self.copy_float = step(
-            lambda ops, row, live, channel, factor, floats: queries.copy_float(
-                ops, keys, head_dim, row, live, channel, factor, floats
-            ),
-            ["i64", "i32", "i32", "f32", "i32"],
+            lambda ops, *given: queries.copy_float(ops, keys, head_dim, at, *given),
+            ["i64", "i32", "i32", "i32", "i32", "f32"],
             None,
         )
 
@@ -184,8 +185,10 @@ class Steps:
             [sums, "i64", "i64", "i32", "i32"],
             sums,
         )
-        count, data_bytes, small_bytes = keys.count, keys.data_bytes, keys.small_bytes
-        scale_bytes, factor_bytes = keys.group_step * TILE * SCALE_BYTES, keys.group_step * FACTOR_BYTES
+        count, data_bytes, small_bytes = keys.count, keys.data_bytes, keys.step_bytes
+        scale_bytes, factor_bytes = keys.group_step * TILE * SCALE_BYTES, keys.step_factors
+        self.key_step, self.key_tile_bytes = one, tile_bytes
+        self.key_scale_tile, self.key_scale_step = scale_tile, scale_bytes if c.scaled else 0
         mark = self.mark(K_STEP)
 
         def once(found: Any, data: Any, scales: Any, small: Any, factors: Any, tile: Any) -> Any:
