@@ -24,11 +24,17 @@ from types import TracebackType
 from typing import IO, Self
 
 from ..kernels.errors import DeviceError
+from .last_reply import Last
 from .messages import Count, Prepare, Prepared, Ready, Refused, Reply, Request, Setup, Stage
 from .rounds import Fault
 
 DEADLINES_S: Mapping[str, float] = {"start": 120.0, "compile": 60.0, "reference": 300.0, "pack": 120.0, "run": 20.0}
 """How long a worker may stay in a stage before what it works on counts as hung."""
+
+
+def worker_module(backend: str) -> str:
+    """Which module of this package is the worker for `Setup.backend`."""
+    return "gpu_worker" if backend.startswith("sm_") else "worker"
 
 
 @dataclass
@@ -193,7 +199,8 @@ class Crew:
     def _start(self) -> _Worker:
         ours, theirs = Pipe()
         stderr = tempfile.TemporaryFile()  # noqa: SIM115 (the worker's, closed with it)
-        command = [sys.executable, "-m", f"{__package__}.worker", str(theirs.fileno())]
+        module = f"{__package__}.{worker_module(self._setup.backend)}"
+        command = [sys.executable, "-m", module, str(theirs.fileno())]
         process = subprocess.Popen(
             command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr
         )
@@ -222,6 +229,9 @@ class Crew:
                     worker.enter("compile")
                 elif isinstance(message, Refused):
                     raise DeviceError(f"a worker cannot start: {message.message}")
+                elif isinstance(message, Last):
+                    self._remove(index, worker)
+                    return message.reply
                 else:
                     worker.task = None
                     return message  # type: ignore[no-any-return]

@@ -25,6 +25,7 @@ from ..kernels.problem import USER, Problem
 from .check import Expectation
 from .chill import Chill
 from .control import Control
+from .last_reply import Last
 from .messages import (
     Count,
     Counted,
@@ -108,7 +109,7 @@ class Workbench:
         self._stopwatches: dict[tuple[str, str], Stopwatch] = {}
         self._control: Control | None = None
 
-    def answer(self, request: Request) -> Reply:
+    def answer(self, request: Request) -> Reply | Last:
         if isinstance(request, Prepare):
             return self._prepare(request)
         if isinstance(request, TimeSlot):
@@ -238,14 +239,14 @@ def _reason(error: Exception) -> str:
     return str(error) if isinstance(error, CompileError) and str(error) else one_line(error)
 
 
-def serve(connection: Connection) -> None:
-    """Answer requests until the other side closes. The first message is a `Setup`."""
+def serve(connection: Connection, bench: type[Workbench] = Workbench) -> None:
+    """Answer requests until the other side closes, or up to a `Last` reply. The first message is a `Setup`."""
     setup: Setup = connection.recv()
     try:
         sys.path[:] = [*setup.search_path, *(entry for entry in sys.path if entry not in setup.search_path)]
         for plugin in setup.plugins:
             importlib.import_module(plugin)
-        workbench = Workbench(setup, connection.send)
+        workbench = bench(setup, connection.send)
         allowed_cpus()
         gc.freeze()  # what is imported stays; looking it through for garbage would slow every candidate down
     except Exception as error:
@@ -257,17 +258,20 @@ def serve(connection: Connection) -> None:
             request = connection.recv()
         except EOFError:
             return
-        connection.send(workbench.answer(request))
+        reply = workbench.answer(request)
+        connection.send(reply)
+        if isinstance(reply, Last):
+            return
 
 
-def main() -> None:
+def main(bench: type[Workbench] = Workbench) -> None:
     if sys.platform == "linux":
         # A hung kernel never sees its pipe close; the system ends it with its parent.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # Ctrl-C goes to the whole foreground group; the parent decides what becomes of its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    serve(Connection(int(sys.argv[1])))
+    serve(Connection(int(sys.argv[1])), bench)
 
 
 if __name__ == "__main__":

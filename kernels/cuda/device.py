@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import CompileError, DeviceError, GpuMemoryError
+from ..errors import CompileError, DeviceError, GpuMemoryError, poisoned
 from . import probes
 from .faults import checked, translated
 from .gpus import GpuHere, describe, gpus_here, has_driver, why_no_driver
@@ -21,7 +22,18 @@ from .program import Geometry
 if TYPE_CHECKING:
     from .program import Parameter
 
-__all__ = ["Driver", "Enqueued", "Event", "Function", "GpuHere", "Graph", "Memory", "gpus_here", "typed_arguments"]
+__all__ = [
+    "Driver",
+    "Enqueued",
+    "Event",
+    "Function",
+    "GpuHere",
+    "Graph",
+    "Memory",
+    "context_broken",
+    "gpus_here",
+    "typed_arguments",
+]
 
 ORDINARY_SHARED_BYTES = 48 << 10
 """Dynamic shared memory that a block gets without asking."""
@@ -202,6 +214,7 @@ class Driver:
         self._probes: dict[str, Function] = {}
         self._flush: Memory | None = None
         self._sink: Memory | None = None
+        _open.add(self)
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
@@ -393,6 +406,20 @@ class Driver:
         if self._sink is None:
             self._sink = self.alloc(4)
         return self._sink.address
+
+
+_open: WeakSet[Driver] = WeakSet()
+
+
+def context_broken() -> bool:
+    """Whether a fault has broken the context of a `Driver` of this process, which must then end; waits for its work."""
+    for driver in tuple(_open):
+        try:
+            driver.synchronize()
+        except DeviceError as error:
+            if poisoned(error):
+                return True
+    return False
 
 
 def _require_room(memory: Memory, nbytes: int, offset: int) -> None:
