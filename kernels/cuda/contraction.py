@@ -241,6 +241,12 @@ class KeyStep:
         """Vectors of a lane that one step loads."""
         return self.vectors * self.contraction.tiling.iters_o
 
+    @property
+    def groups_of_step(self) -> tuple[int, ...]:
+        """Scale groups that one lane meets in one step."""
+        bundles = self.vectors // self.contraction.bundle
+        return tuple(sorted({group for q in range(bundles) for group in self._groups[q]}))
+
     @functools.cached_property
     def shares(self) -> list[int]:
         """How many (lane, step, word-run) sums of one token each scale group is spread over, by group."""
@@ -288,7 +294,7 @@ class KeyStep:
         """
         c = self.contraction
         loaded = self.load(ops, data, staged, stream)
-        keys = sorted({group for q in range(self.vectors // c.bundle) for group in self._groups[q]})
+        keys = self.groups_of_step
         scale = self._scales(ops, scales, keys, staged) if c.scaled else {}
         totals: dict[tuple[int, int, int], _Sum] = {}
         reader = _SmallReader(ops, c, small, self.row_bytes)

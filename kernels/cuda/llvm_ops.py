@@ -223,10 +223,11 @@ class LlvmOps(Ops):
         bit = self._builder.and_(lane, self.i32(mask))
         return self._builder.select(self._builder.icmp_signed("!=", bit, self.i32(0)), set_, clear)
 
-    def copy_async(self, shared: Any, address: Any) -> None:
-        pointer = self._builder.ptrtoint(self._shared(shared, 0, I8), I32)
+    def copy_async_if_less(self, a: Any, b: Any, shared: Any, address: Any) -> None:
         text = "cp.async.cg.shared.global [$0], [$1], 16;"
-        self._asm(text, ir.VoidType(), [pointer, address], "r,l,~{memory}", volatile=True)
+        with self._builder.if_then(self._less(a, b)):
+            pointer = self._builder.ptrtoint(self._shared(shared, 0, I8), I32)
+            self._asm(text, ir.VoidType(), [pointer, address], "r,l,~{memory}", volatile=True)
 
     def commit(self) -> None:
         self._asm("cp.async.commit_group;", ir.VoidType(), [], "~{memory}", volatile=True)

@@ -177,6 +177,98 @@ def build_attend(steps: Steps) -> Kernel:
     return attend
 
 
+def build_staged_attend(steps: Steps) -> Kernel:
+    """The same with tiles that pass through shared memory: a warp asks for a tile some tiles before it needs it."""
+    prepare = steps.device(build_prepare(steps))
+    finish = steps.device(build_finish(steps, normalise=True))
+    weigh = steps.device(build_weigh(steps))
+    rows, head_dim, count = steps.rows, steps.problem.head_dim, steps.keys.count
+    stage, stages = steps.shared.stage, steps.shared.stages
+    assert stage is not None
+    _, key_scales_at, values_at, value_scales_at = stage.places
+    stage_bytes, ring_bytes = stage.nbytes, steps.shared.ring_bytes
+    thread_index, threads_of_block = steps.thread, steps.threads
+    block_x, block_y, block_z = (steps.block(axis) for axis in range(3))
+    block_barrier, warp_barrier, wait = steps.block_barrier, steps.warp_barrier, steps.wait
+    k_place, v_place, token_of, slot_of = steps.key_place, steps.value_place, steps.token_of, steps.slot_of
+    k_scale_place, small_place, factor_place = steps.key_scale_place, steps.key_small_place, steps.key_factor_place
+    scores_of, no_scores, no_state, no_out = steps.scores, steps.zeros_scores, steps.start, steps.zeros_out
+    seen, update, rescale, accumulate = steps.seen, steps.update, steps.rescale, steps.accumulate
+    state_of, weights_of, shrinks_of, dither = steps.state_of, steps.weights_of, steps.shrinks_of, steps.dither
+    reduce, copy_tile, four, mark = steps.reduce, steps.copy_tile, steps.four, steps.mark(marks.TILE)
+    warp_base, warp_bytes = steps.shared.warps, steps.shared.warp
+
+    def attend(
+        k_words: Any,
+        k_scales: Any,
+        v_words: Any,
+        v_scales: Any,
+        x: Any,
+        out: Any,
+        partials: Any,
+        k_stride: Any,
+        k_scale_stride: Any,
+        v_stride: Any,
+        v_scale_stride: Any,
+        tokens: Any,
+        rows_all: Any,
+        query_rows: Any,
+        splits: Any,
+        window: Any,
+        factor: Any,
+        cap: Any,
+    ) -> None:
+        thread, threads = thread_index(), threads_of_block()
+        head, split, first_row = block_x(), block_y(), block_z() * rows
+        lane, warp, warps = thread & 31, thread >> 5, threads >> 5
+        tiles = (tokens + 31) >> 5
+        hidden = 0
+        if window > 0:
+            hidden = max(tokens - query_rows + 1 - window, 0) >> 5
+        first = hidden + (tiles - hidden) * split // splits
+        stop = hidden + (tiles - hidden) * (split + 1) // splits
+        sources = four(
+            k_words + head * k_stride,
+            k_scales + head * k_scale_stride,
+            v_words + head * v_stride,
+            v_scales + head * v_scale_stride,
+        )
+        ring = ((warp_base + warps * warp_bytes + 1023) & ~1023) + warp * ring_bytes
+        for ahead in range(stages - 1):
+            copy_tile(sources, first + warp + ahead * warps, stop, ring + ahead * stage_bytes, lane)
+        source = x + 4 * head_dim * (head * rows_all + first_row)
+        prepare(source, rows_all - first_row, factor, thread, threads, 0, count)
+        block_barrier()
+        bounds = seen(first_row, tokens, query_rows, window)
+        keys, key_scales = k_place(0, lane), k_scale_place(key_scales_at, lane)
+        values, token = v_place(values_at, lane), token_of(lane)
+        value_scales = value_scales_at + 2 * token
+        small, factors = small_place(lane), factor_place(lane)
+        mine = warp_base + warp * warp_bytes
+        slot = mine + 4 * slot_of(lane)
+        thresholds = dither(lane)
+        state, total = no_state(), no_out()
+        number = 0
+        for tile in range(first + warp, stop, warps):
+            mark()
+            last = number - 1 if number > 0 else stages - 1
+            copy_tile(sources, tile + (stages - 1) * warps, stop, ring + last * stage_bytes, lane)
+            wait()
+            warp_barrier()
+            here = ring + number * stage_bytes
+            sums = scores_of(no_scores(), keys + here, key_scales + here, small, factors, 0)
+            found = update(state, reduce(sums, lane), tile * 32 + token, bounds, cap)
+            state = state_of(found)
+            total = rescale(total, shrinks_of(found))
+            weigh(weights_of(found), value_scales + here, slot, mine, lane, thresholds)
+            total = accumulate(total, values, here, mine, lane)
+            warp_barrier()
+            number = number + 1 if number + 1 < stages else 0
+        finish(state, total, out, partials, head, split, splits, first_row, rows_all, thread, threads)
+
+    return attend
+
+
 def build_weigh(steps: Steps) -> Callable[..., None]:
     """Make the weights of a tile's tokens what the values' step reads: floats, or codes with a factor."""
     store_products, round_weights = steps.store_products, steps.round_weights

@@ -174,8 +174,8 @@ class Ops(ABC):
         """``set_`` in lanes whose number has a bit of ``mask``."""
 
     @abstractmethod
-    def copy_async(self, shared: Value, address: Value) -> None:
-        """Begin to copy 16 bytes of global memory to a multiple of 16 in shared memory."""
+    def copy_async_if_less(self, a: Value, b: Value, shared: Value, address: Value) -> None:
+        """Where a < b, begin to copy 16 bytes of global memory to a multiple of 16 in shared memory."""
 
     @abstractmethod
     def commit(self) -> None:

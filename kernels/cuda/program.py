@@ -16,8 +16,9 @@ from .arch import limits
 from .contraction import KeyStep, ValueTile, contraction
 from .gemv import GEMV, MERGE_GEMV, build_gemv, build_merge_gemv
 from .mapping import LANES, TILE, Infeasible, Tiling, key_tilings, value_tilings
-from .operators import ATTEND, MERGE, QK, SV, build_attend, build_merge, build_qk, build_sv
+from .operators import ATTEND, MERGE, QK, SV, build_attend, build_merge, build_qk, build_staged_attend, build_sv
 from .shared import Shared, shared
+from .staging import stage_of
 from .steps import RECORD_HEAD, Steps
 
 SECTOR = 32
@@ -228,20 +229,20 @@ def _build(problem: Problem, candidate: Candidate, arch: str, marked: bool) -> P
         raise CompileError("the raw pipeline is for 4-bit codes")
     keys = _keys(problem, candidate) if candidate.k is not None else None
     values = _values(problem, candidate) if candidate.v is not None else None
-    lay_out = shared(
-        keys,
-        None if values is None else values.contraction,
-        rows,
-        problem.head_dim,
-        None,
-        launch.stages,
-    )
+    stage = None
+    if launch.stages:
+        if keys is None or values is None:
+            raise CompileError(f"{problem.operator} reads one packed operand: stages must be 0")
+        stage = stage_of(keys.contraction, values.contraction)
+    read = None if values is None else values.contraction
+    lay_out = shared(keys, read, rows, problem.head_dim, stage, launch.stages)
     streams = (
         (keys is not None and whole_sectors(keys.contraction.tiling)),
         (values is not None and whole_sectors(values.contraction.tiling)),
     )
     steps = Steps(problem, rows, keys, values, lay_out, marked, streams)
     make, parameters = BUILDERS[problem.operator]
+    make = build_staged_attend if stage is not None else make
     symbol = _symbol(problem, candidate, arch)
     main = Entry(symbol, make(steps), tuple(Parameter(*each) for each in parameters))
     merge = None

@@ -183,9 +183,10 @@ class PythonOps(Ops):
     def select_lane(self, lane: int, mask: int, set_: Any, clear: Any) -> Any:
         return set_ if lane & mask else clear
 
-    def copy_async(self, shared: int, address: int) -> None:
+    def copy_async_if_less(self, a: int, b: int, shared: int, address: int) -> None:
         # The simulator copies at once: a missing wait shows on a device only.
-        self.store_shared(shared, 0, memory.load_words(address, 4))
+        if a < b:
+            self.store_shared(shared, 0, memory.load_words(address, 4))
 
     def commit(self) -> None:
         pass

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..problem import Problem
-from . import queries, softmax
+from . import queries, softmax, staging
 from .contraction import FACTOR_BYTES, SCALE_BYTES, KeyStep, ValueTile
 from .mapping import LANES, TILE
 from .marks import K_STEP
 from .ops import Ops, Type, Value, step
-from .shared import Shared
+from .shared import Shared, Stage
 from .softmax import NOTHING
 
 RECORD_HEAD = 2
@@ -45,6 +45,8 @@ class Steps:
         marked: bool,
         streams: tuple[bool, bool],
     ) -> None:
+        self._staged = shared.stage is not None
+        self._place: Type = "i32" if self._staged else "i64"
         self.problem, self.rows, self.shared = problem, rows, shared
         self._keys, self._values, self._marked, self._streams = keys, values, marked, streams
         self.thread = step(lambda ops: ops.thread(), [], "i32")
@@ -59,6 +61,8 @@ class Steps:
             self._value_steps(values)
         if keys is not None and values is not None:
             self._softmax_steps()
+        if shared.stage is not None:
+            self._stage_steps(shared.stage, shared.stages)
 
     @property
     def keys(self) -> KeyStep:
@@ -151,8 +155,8 @@ class Steps:
             for row, value in enumerate(values):
                 ops.store_shared(place, 4 * row * TILE, (value,))
 
-        self.key_place = step(data_place, ["i64", "i32"], "i64")
-        self.key_scale_place = step(scale_place, ["i64", "i32"], "i64")
+        self.key_place = step(data_place, [self._place, "i32"], self._place)
+        self.key_scale_place = step(scale_place, [self._place, "i32"], self._place)
         self.key_small_place = step(small_place, ["i32"], "i32")
         self.key_factor_place = step(factor_place, ["i32"], "i32")
         self.zeros_scores = step(lambda ops: (ops.f32(0.0),) * (self.rows * tokens), [], sums)
@@ -177,12 +181,12 @@ class Steps:
         """Sums of a tile's products: one step, or a loop over steps."""
         c = keys.contraction
         scale_tile = c.groups * TILE * SCALE_BYTES if c.scaled else 0
-        tile_bytes, stream = c.tiling.tile_bytes, self._streams[0]
+        tile_bytes, stream, staged = c.tiling.tile_bytes, self._streams[0], self._staged
         one = step(
             lambda ops, found, data, scales, small, factors: keys.body(
-                ops, found, data, scales, small, factors, False, stream
+                ops, found, data, scales, small, factors, staged, stream
             ),
-            [sums, "i64", "i64", "i32", "i32"],
+            [sums, self._place, self._place, "i32", "i32"],
             sums,
         )
         count, data_bytes, small_bytes = keys.count, keys.data_bytes, keys.step_bytes
@@ -221,7 +225,8 @@ class Steps:
         keys = self._keys
         slots = [position[keys_token(keys, lane) if keys is not None else lane] for lane in range(LANES)]
         thresholds: Type = ("f32", softmax.WEIGHTS_PER_LANE)
-        places: Type = ("i64", 2)
+        staged = self._staged
+        places: Type = ("i32" if staged else "i64", 2)
 
         def data_place(ops: Ops, base: Value, lane: Value) -> tuple[Value, Value]:
             o_lane, r_lane = _lanes(ops, lane, tiling.lanes_r)
@@ -248,8 +253,10 @@ class Steps:
             ops: Ops, total: Sequence[Value], data: Sequence[Value], tile: Value, mine: Value, lane: Value
         ) -> tuple[Value, ...]:
             small, factors = small_place(ops, mine, lane)
-            here = [ops.address(each, ops.wide_mul(tile, tiling.tile_bytes)) for each in data]
-            return values.body(ops, total, here, small, factors, False, self._streams[1])
+            # ``tile`` is the place of its stage where there are stages.
+            moved = tile if staged else ops.wide_mul(tile, tiling.tile_bytes)
+            here = [ops.address(each, moved) for each in data]
+            return values.body(ops, total, here, small, factors, staged, self._streams[1])
 
         def store_record(ops: Ops, given: Sequence[Value], total: Sequence[Value], lane: Value, place: Value) -> None:
             row_bytes = 4 * (RECORD_HEAD + self.problem.head_dim)
@@ -276,14 +283,14 @@ class Steps:
                 found.append(ops.select_less(ops.i32(row), live, value, ops.f32(0.0)))
             return tuple(found)
 
-        self.value_place = step(data_place, ["i64", "i32"], places)
+        self.value_place = step(data_place, [self._place, "i32"], places)
         self.slot_of = step(lambda ops, lane: ops.table(slots, lane), ["i32"], "i32")
         self.zeros_out = step(lambda ops: (ops.f32(0.0),) * (self.rows * values.outputs), [], outputs)
         self.start = step(lambda ops: (ops.f32(NOTHING),) * self.rows + (ops.f32(0.0),) * self.rows, [], state)
         self.dither = step(lambda ops, lane: softmax.dither(ops, c.order, lane), ["i32"], thresholds)
         self.store_products = step(
-            lambda ops, weights, scales, slot: softmax.store_products(ops, c, weights, scales, slot, False),
-            [rows, "i64", "i32"],
+            lambda ops, weights, scales, slot: softmax.store_products(ops, c, weights, scales, slot, staged),
+            [rows, self._place, "i32"],
             None,
         )
         self.round_weights = step(
@@ -296,6 +303,15 @@ class Steps:
         self.accumulate = step(accumulate, [outputs, places, "i32", "i32", "i32"], outputs)
         self.store_record = step(store_record, [state, outputs, "i32", "i32"], None)
         self.given_weights = step(given_weights, ["i64", "i32", "i32", "i32"], rows)
+
+    # -- stages ---------------------------------------------------------------------------------------------------
+
+    def _stage_steps(self, stage: Stage, stages: int) -> None:
+        self.copy_tile = step(
+            lambda ops, *given: staging.copy_tile(ops, stage, *given), [("i64", 4), "i32", "i32", "i32", "i32"], None
+        )
+        self.wait = step(lambda ops: ops.wait(stages - 1), [], None)
+        self.four = step(lambda ops, a, b, c, d: (a, b, c, d), ["i64"] * 4, ("i64", 4))
 
     # -- both -----------------------------------------------------------------------------------------------------
 
