@@ -15,16 +15,16 @@ from typing import Any, Self
 from ..kernels.candidate import Candidate
 from ..kernels.cuda import marks
 from ..kernels.cuda.work import WarpAccess, Work
+from ..kernels.errors import CompileError
 from ..kernels.problem import Problem, check_tokens
 from .gpu import Gpu
 from .gpu_pipes import pipes_of
 from .kernel_counts import KernelCounts
-from .occupancy import WARP, occupancy, waves
+from .occupancy import WARP, occupancy, refusal, waves
 from .traffic import call_bytes, layout_of, stored_channels, walked_tokens
 from .warp_access import SECTOR_BYTES, ideal_sectors, l1_cycles, sectors, wavefronts
 
 FLOAT_BYTES = 4
-TILE_TOKENS = 32
 _PACKED = ("k", "v", "scales")
 
 
@@ -136,6 +136,8 @@ def gpu_features(
 
     Raises
     ------
+    CompileError
+        If a block of the candidate cannot be launched on the GPU.
     LayoutError
         If the candidate lacks a layout that the operator needs, or has no launch.
     ProblemError
@@ -145,8 +147,11 @@ def gpu_features(
     grid_x, grid_y, passes = geometry.grid
     blocks, warps = grid_x * grid_y * passes, -(-geometry.threads // WARP)
     shared_bytes = counts.shared_bytes + geometry.shared_bytes
+    reason = refusal(gpu, geometry.threads, counts.registers, shared_bytes)
+    if reason is not None:
+        raise CompileError(f"cannot be launched: {reason}")
     held = occupancy(gpu, geometry.threads, counts.registers, shared_bytes)
-    ran = waves(blocks, max(held.blocks_per_sm, 1), gpu.sms)
+    ran = waves(blocks, held.blocks_per_sm, gpu.sms)
     resident = min(held.blocks_per_sm, -(-blocks // gpu.sms)) * warps
 
     packed = call_bytes(problem, candidate, check_tokens(tokens), SECTOR_BYTES)
@@ -154,7 +159,8 @@ def gpu_features(
     partials = _partial_bytes(problem, tokens, launch.splits)
     again = 1 if packed <= gpu.l2_bytes or ran.waves == 1 else passes
     traffic = _Traffic(work, [access for access in work.accesses if access.space == "global"])
-    tile_bytes = _tile_bytes(problem, candidate)
+    tiles = work.iterations.get(marks.TILE) or work.iterations.get(marks.K_STEP) or 1.0
+    tile_bytes = packed * passes / tiles
     l1_share = min((gpu.l1_bytes - held.blocks_per_sm * shared_bytes) / max(resident * tile_bytes, 1), 1.0)
 
     loaded = traffic.loaded_bytes(packed * passes, max(l1_share, 0.0))
@@ -258,12 +264,6 @@ class _Traffic:
 
 def _passes(iterations: Mapping[int, float], access: WarpAccess) -> float:
     return iterations.get(access.mark, 0.0)
-
-
-def _tile_bytes(problem: Problem, candidate: Candidate) -> float:
-    """Bytes of 32 tokens of one head, scales included."""
-    one = replace(problem, heads=problem.group, kv_heads=1) if problem.kv_heads > 1 else problem
-    return float(call_bytes(one, candidate, TILE_TOKENS, SECTOR_BYTES))
 
 
 def _codes(problem: Problem, candidate: Candidate, tokens: int) -> float:

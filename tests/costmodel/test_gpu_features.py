@@ -13,7 +13,7 @@ from lowbit.kernels.candidate import Candidate, Launch
 from lowbit.kernels.cuda import marks
 from lowbit.kernels.cuda.program import Geometry
 from lowbit.kernels.cuda.work import WarpAccess, Work
-from lowbit.kernels.errors import LayoutError, ProblemError
+from lowbit.kernels.errors import CompileError, LayoutError, ProblemError
 from lowbit.kernels.layout import Layout
 from lowbit.kernels.problem import Problem
 
@@ -235,5 +235,7 @@ def test_features_survive_json():
 def test_what_cannot_be_is_refused():
     with pytest.raises(LayoutError, match="no layout for operand 'v'"):
         gpu_features(PROBLEM, replace(candidate(), v=None), 4096, COUNTS, GPU, work())
+    with pytest.raises(CompileError, match="cannot be launched: 98304 registers a block, but sm_86 has 65536"):
+        features(counts=replace(COUNTS, registers=192), warps=16)
     with pytest.raises(ProblemError, match="tokens"):
         gpu_features(PROBLEM, candidate(), 0, COUNTS, GPU, work())

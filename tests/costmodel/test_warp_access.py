@@ -132,9 +132,23 @@ def test_a_misaligned_row_touches_one_sector_more():
 
 
 # RRZE-HPC/gpu-benches, gpu-strides/a100.txt: measured cycles of a warp's load from the L1 cache, by stride in elements.
-FLOATS = {1: 1.02, 2: 2.00, 3: 1.63, 4: 4.00, 5: 2.20, 8: 8.0, 12: 4.00, 16: 16.0, 17: 5.1, 24: 8.0, 32: 32.0, 33: 8.8}
+FLOATS = {
+    0: 1.02,
+    1: 1.02,
+    2: 2.00,
+    3: 1.63,
+    4: 4.00,
+    5: 2.20,
+    8: 8.0,
+    12: 4.00,
+    16: 16.0,
+    17: 5.1,
+    24: 8.0,
+    32: 32.0,
+    33: 8.8,
+}
 # gpu-strides/h200.txt, eight-byte elements.
-DOUBLES = {1: 2.01, 2: 4.01, 3: 2.32, 4: 8.0, 5: 3.16, 6: 4.01, 8: 16.0, 10: 5.5, 11: 6.0}
+DOUBLES = {0: 2.01, 1: 2.01, 2: 4.01, 3: 2.32, 4: 8.0, 5: 3.16, 6: 4.01, 8: 16.0, 10: 5.5, 11: 6.0}
 
 
 @pytest.mark.parametrize(
