@@ -3,16 +3,21 @@
 import json
 import math
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 from lowbit.costmodel.gpu import gpu_named
 from lowbit.costmodel.gpu_features import GpuFeatures, gpu_features, warm
 from lowbit.costmodel.gpu_pipes import PIPES, pipes_of
 from lowbit.costmodel.kernel_counts import KernelCounts, LoopCounts
+from lowbit.costmodel.traffic import call_bytes
+from lowbit.costmodel.warp_access import sectors
 from lowbit.kernels.candidate import Candidate, Launch
 from lowbit.kernels.cuda import marks
 from lowbit.kernels.cuda.program import Geometry
+from lowbit.kernels.cuda.space import space
 from lowbit.kernels.cuda.work import WarpAccess, Work
+from lowbit.kernels.cuda.work import work as launch_work
 from lowbit.kernels.errors import CompileError, LayoutError, ProblemError
 from lowbit.kernels.layout import Layout
 from lowbit.kernels.problem import Problem
@@ -239,3 +244,33 @@ def test_what_cannot_be_is_refused():
         features(counts=replace(COUNTS, registers=192), warps=16)
     with pytest.raises(ProblemError, match="tokens"):
         gpu_features(PROBLEM, candidate(), 0, COUNTS, GPU, work())
+
+
+PROBLEMS = [
+    Problem("attend", 24, 8, 128, "w4a8"),
+    Problem("attend", 8, 8, 80, "w8a8", window=500),
+    Problem("qk", 24, 8, 128, "w8a8", query_rows=2),
+    Problem("sv", 32, 8, 64, "fp16"),
+    Problem("gemv", 1, 1, 1024, "w4a8"),
+]
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.key)
+def test_what_real_warps_ask_for_agrees_with_what_layouts_touch(problem):
+    # Two derivations that share nothing: addresses of lanes, loop by loop, and the layouts' factors.
+    ratios = []
+    for plan in islice((each for each in space(problem, "sm_86") if isinstance(each, Candidate)), 0, 120, 5):
+        for tokens in (1000, 2048):
+            real = launch_work(problem, plan, tokens)
+            found = gpu_features(problem, plan, tokens, COUNTS, GPU, real)
+            asked = sum(
+                sectors(access) * 32 * access.count * real.iterations[access.mark]
+                for access in real.accesses
+                if access.space == "global"
+            )
+            distinct = call_bytes(problem, plan, tokens, 32) * real.geometry.grid[2]
+            assert asked >= distinct
+            assert distinct <= found.loaded_bytes <= asked
+            assert found.rounds >= 1
+            ratios.append(asked / distinct)
+    assert min(ratios) == 1.0
