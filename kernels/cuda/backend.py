@@ -168,6 +168,7 @@ def _shipped(entry: Entry, arch: str) -> Shipped:
     return Shipped(entry, text, cubin)
 
 
+@functools.lru_cache(8)
 def _machine_code(text: str, symbol: str, arch: str) -> tuple[toolchain.Cubin | None, str]:
     """Cubin and SASS, as far as the tools for them are here."""
     if not _has("ptxas"):

@@ -21,7 +21,7 @@ from ..packing import Packing, packing_named, packings
 from ..problem import Problem
 from . import program
 from .arch import limits
-from .mapping import key_tilings
+from .mapping import Tiling, key_tilings
 
 KEY_ORDERS = ("T D", "T/32 D/16 t32 d16", "T/32 D/8 t32 d8", "T/32 D/4 t32 d4", "T/32 D t32", "T/32 D/32 t32 d32")
 """Row-major; a lane's token in vectors of 4 to 32 channels, so that a warp reads one run; tokens innermost."""
@@ -42,7 +42,9 @@ PREFERRED |= {"int4": ("int4/lane_interleaved/offset", "int4/contiguous_permuted
 
 MOST_ROWS = 8
 """Rows of the small operand that one pass holds in registers."""
-MOST_LANES = 8
+ALL_LANES = (1, 2, 4, 8, 16, 32)
+"""Lanes to a token."""
+SECTOR_BYTES = 32
 MOST_BLOCKS = 1024
 """Blocks that fill a large GPU several times over."""
 MIDDLE_BLOCKS = 128
@@ -204,17 +206,22 @@ def middle_rows(problem: Problem) -> int:
 
 @functools.lru_cache(None)
 def natural_lanes(layout: Layout, head_dim: int) -> int:
-    """Fewest lanes to a token whose loads, taken together, are runs of at least a sector of 32 bytes."""
+    """Fewest lanes to a token with which a warp's loads use whole sectors, or as much of them as any number does."""
     found = []
-    for lanes in (1, 2, 4, MOST_LANES):
+    for lanes in ALL_LANES:
         try:
-            tiling = next(key_tilings(layout, head_dim, lanes))
+            tilings = [each for each in key_tilings(layout, head_dim, lanes) if each.vectors.width >= 4]
         except CompileError:
             continue
-        run = tiling.vectors.width * (lanes if abs(tiling.r_stride) == tiling.vectors.width else 1)
-        adjacent = lanes == 1 and abs(tiling.o_stride) == tiling.vectors.width
-        found.append((-32 if adjacent else -min(run, 32), lanes))
-    return min(found, default=(0, 1))[1]
+        found += [(-used_share(tiling), lanes) for tiling in tilings[:1]]
+    return min(found, default=(0.0, 1))[1]
+
+
+def used_share(tiling: Tiling) -> float:
+    """Share of the sectors that a warp's load touches which it uses."""
+    starts, width = set(tiling.lane_offsets(0, 0)), tiling.vectors.width
+    sectors = {(start + i) // SECTOR_BYTES for start in starts for i in range(0, width, 4)}
+    return len(starts) * width / (SECTOR_BYTES * len(sectors))
 
 
 def _compiled_changes(problem: Problem, shape: Shape, arch: str) -> Iterator[Launch]:
@@ -223,7 +230,7 @@ def _compiled_changes(problem: Problem, shape: Shape, arch: str) -> Iterator[Lau
     for rows in dict.fromkeys(((middle.rows + 1) // 2, 1)):
         yield replace(middle, rows=rows, splits=_middle_splits(problem, rows))
     if shape.k is not None:
-        yield from (replace(middle, lanes=lanes) for lanes in (1, 2, 4, MOST_LANES))
+        yield from (replace(middle, lanes=lanes) for lanes in ALL_LANES[:4])
     yield from (replace(middle, loads=loads) for loads in LOADS)
     if limits(arch).async_copies:
         yield from (replace(middle, stages=stages) for stages in STAGES)

@@ -13,3 +13,4 @@ class TestCpu(CompilerContract, KernelContract):
 @pytest.mark.skipif(importlib.util.find_spec("numba_cuda") is None, reason="needs numba-cuda: the extra 'cuda'")
 class TestCuda(CompilerContract):
     name = "sm_86"
+    code_every = 9
