@@ -1,8 +1,9 @@
 """SASS text of one kernel, as nvdisasm prints it for sm_75 to sm_120, turned into classified instructions.
 
 Registers are named as in the text (``R4``, ``UR4``, ``P0``, ``UP0``); an operand of several words stands for all its
-registers, ``R4.64`` for ``R4`` and ``R5``. Divergence is left aside: ``BRA.DIV`` leads to code for warps whose lanes
-have come apart, where it is never followed, and a called function (the slow path of a division) is not looked into.
+registers, ``R4.64`` for ``R4`` and ``R5``. Warps are taken to be converged: ``BRA.DIV``, which leads to code for lanes
+that have come apart, is never followed and ``BRA.CONV``, which leads past such code, always. A called function (the
+slow path of a division) is not looked into.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ _IMMEDIATE = re.compile(r"-?[\d+.]|[-+]?(INF|QNAN|SNAN)")
 _MASK = re.compile(r"0x[0-9a-f]+")
 _TARGET = re.compile(r"`\(([^()]+)\)")
 _TARGETS = re.compile(r'BRANCH_TARGETS ([^"]+)"')
+_JUMPS = frozenset(("BRA", "BRX", "BRXU", "JMP", "JMX", "JMXU"))
+_ENDINGS = frozenset(("EXIT", "RET", "KILL", "RTT"))
 _ALL_PREDICATES = {"PR": "P", "UPR": "UP"}
 _MEMORY = frozenset(("global_load", "global_store", "shared_load", "shared_store", "async_copy"))
 
@@ -137,20 +140,21 @@ def _parse(line: str) -> WarpInstruction:
 
 def _branch(opcode: str, operation: _Operation, guard: str | None) -> WarpInstruction:
     base, operands = operation.base, operation.operands
-    jumps = base in ("BRA", "BRX", "BRXU", "JMP", "JMX", "JMXU")
     targets = [found for operand in operands for found in _TARGET.findall(operand)]
     targets += [name for operand in operands for found in _TARGETS.findall(operand) for name in found.split(",")]
+    # What calls a label within the function never returns: it leaves a loop.
+    jumps = base in _JUMPS or (base == "CALL" and targets != [] and all(name.startswith(".L") for name in targets))
     if not jumps or "DIV" in operation.modifiers:
         targets = []
     conditional = guard not in (None, "PT", "UPT") or any(_PREDICATE.fullmatch(operand) for operand in operands)
-    ends = jumps or base in ("EXIT", "RET", "KILL", "RTT")
+    ends = (jumps and "DIV" not in operation.modifiers) or base in _ENDINGS
     return WarpInstruction(
         opcode,
         "branch",
         address=_registers(operands, 2),
         guard=guard,
         targets=tuple(targets),
-        falls_through=conditional or not ends or bool({"DIV", "CONV"} & set(operation.modifiers)),
+        falls_through=conditional or not ends,
     )
 
 

@@ -1,11 +1,15 @@
 """Where values of a GPU kernel come from: reaching definitions over its blocks, and which instructions only unpack.
 
 The definition of unpacking is that of `lowbit.costmodel.unpack`: an instruction unpacks if data that was loaded flows
-into it, its result flows on into a product, and neither path passes a product. Products are dot products where the
-kernel has any, else multiplications of two values. What a load's address is made of flows into no value, so address
-arithmetic does not count; a load of less than a word loads scales; a copy from register to register is no unpacking. A
-guard decides whether an instruction happens and is no value of it, but what a guarded instruction writes may have
-come from before it.
+into it, its result flows on into a product, and neither path passes a product. Products are dot products and
+multiplications of two values. What a load's address is made of flows into no value, so address arithmetic does not
+count; a load of less than a word loads scales; a copy from register to register is no unpacking. A guard decides
+whether an instruction happens and is no value of it, but what a guarded instruction writes may have come from before
+it.
+
+A kernel with dot products has a softmax beside them, in floats that are loaded too. So there a path that ends in
+another product than a dot must not pass floating-point arithmetic: codes of 16 bits, which are contracted as floats
+next to integers, take conversions alone.
 """
 
 from __future__ import annotations
@@ -30,13 +34,25 @@ def unpacking(function: WarpFunction, graph: nx.DiGraph[int]) -> frozenset[int]:
     products = {place for place, x in code.items() if x.multiplies}
     dots = {place for place in products if code[place].kind == "dot"}
     loads = {place for place, x in code.items() if x.packed}
-    loaded = _reached(loads, values, code.keys() - products)
+    if not dots:
+        found = _between(loads, products, values, code.keys() - products)
+    else:
+        bits = {place for place, x in code.items() if x.kind in UNPACKING - {"float"}}
+        found = _between(loads, dots, values, code.keys() - products)
+        found |= _between(loads, products - dots, values, bits - products)
+    return frozenset(place for place in found if code[place].kind in UNPACKING and not code[place].moves)
+
+
+def _between(
+    starts: Collection[int], ends: Collection[int], values: Mapping[int, set[int]], within: Collection[int]
+) -> set[int]:
+    """Places on paths from ``starts`` to ``ends``, neither of them included, that stay ``within``."""
+    loaded = _reached(starts, values, within)
     sources: dict[int, set[int]] = defaultdict(set)
     for place in loaded:
         for use in values.get(place, ()):
             sources[use].add(place)
-    between = _reached(dots or products, sources, loaded) - products
-    return frozenset(place for place in between if code[place].kind in UNPACKING and not code[place].moves)
+    return _reached(ends, sources, loaded) - set(starts) - set(ends)
 
 
 def data_flow(function: WarpFunction, graph: nx.DiGraph[int]) -> dict[int, set[int]]:
