@@ -190,7 +190,8 @@ def build(problem: Problem, candidate: Candidate, arch: str, marks: bool = False
     made = _built(_code_of(problem), own, arch, marks)
     if isinstance(made, str):
         raise CompileError(made)
-    program = replace(made, problem=problem, candidate=candidate)
+    merge = made.merge if launch.splits > 1 else None  # one split writes the result itself
+    program = replace(made, problem=problem, candidate=candidate, merge=merge)
     if problem.operator == "gemv" and program.keys is not None and launch.splits > program.keys.count:
         raise CompileError(f"{launch.splits} splits of {program.keys.count} steps along the columns")
     need, most = program.geometry(1).shared_bytes, limits(arch).shared_bytes
