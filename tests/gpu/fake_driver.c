@@ -91,6 +91,7 @@ static void run(const Launch *launch, double overhead_us) {
             if (!known && state.seen_count < MOST) state.seen[state.seen_count++] = first;
             us = known ? state.costs[i].warm_us : state.costs[i].cold_us;
         }
+    if (!us && strncmp(launch->kernel->name, "lowbit_", 7) && getenv("FAKE_KERNEL_US")) us = atof(getenv("FAKE_KERNEL_US"));
     state.now_us += overhead_us + us;
     if (strstr(launch->kernel->name, "fault")) state.sticky = CUDA_ERROR_ILLEGAL_ADDRESS;
 }
@@ -101,6 +102,21 @@ static int width(const char *type) {
     const char *digits = type;
     while (*digits && (*digits < '0' || *digits > '9')) digits++;
     return atoi(digits) / 8;
+}
+
+/* A real cubin: a kernel for each ".text.NAME" section, whose parameters nobody knows. */
+static void parse_elf(Library *library, const char *code) {
+    unsigned long long sections;
+    unsigned short size, count;
+    memcpy(&sections, code + 0x28, 8), memcpy(&size, code + 0x3a, 2), memcpy(&count, code + 0x3c, 2);
+    const char *end = code + sections + (unsigned long long)size * count;
+    for (const char *at = code; at < end - 7 && library->count < 64; at++)
+        if (!memcmp(at, "\0.text.", 7) && strlen(at + 7) < 200) {
+            Kernel *kernel = calloc(1, sizeof *kernel);
+            strcpy(kernel->name, at + 7);
+            kernel->registers = 32, kernel->dynamic = 48 << 10;
+            library->kernels[library->count++] = kernel;
+        }
 }
 
 static void parse(Library *library) {
@@ -130,6 +146,10 @@ CUresult cuLibraryLoadData(CUlibrary *out, const void *code, CUjit_option *a, vo
     LIVE;
     Library *library = calloc(1, sizeof *library);
     library->cubin = !memcmp(code, "\x7f" "ELF", 4);
+    if (library->cubin && ((const char *)code)[4] == 2) {
+        parse_elf(library, code);
+        return *out = (CUlibrary)library, CUDA_SUCCESS;
+    }
     library->text = strdup((const char *)code);
     if (strstr(library->text, "refuse")) return CUDA_ERROR_INVALID_PTX;
     const char *target = strstr(library->text, ".target sm_");
