@@ -47,7 +47,7 @@ class GpuFeatures:
     pipes : dict of str to float
         Warp instructions executed in each of `lowbit.costmodel.gpu_pipes.PIPES`.
     shared_wavefronts : float
-        Passes of warps through the banks of shared memory.
+        Passes of warps through the banks of shared memory, conflicts included.
     l1_cycles : float
         Cycles of L1 caches for global requests.
     registers, shared_bytes : int
@@ -175,11 +175,7 @@ def gpu_features(
         sectors_per_ideal=traffic.sectors_per_ideal,
         instructions=dict(instructions),
         pipes=pipes_of(counts, work.iterations, blocks * warps),
-        shared_wavefronts=sum(
-            wavefronts(access) * access.count * _passes(work.iterations, access)
-            for access in work.accesses
-            if access.space == "shared"
-        ),
+        shared_wavefronts=_shared_wavefronts(work, instructions),
         l1_cycles=traffic.l1_cycles,
         registers=counts.registers,
         shared_bytes=shared_bytes,
@@ -260,6 +256,22 @@ class _Traffic:
             if access.name != "scales"
         )
         return 1 + vectors / loads
+
+
+def _shared_wavefronts(work: Work, instructions: Mapping[str, float]) -> float:
+    """Passes through the banks: how many accesses there are is the code's, how they conflict is the accesses'.
+
+    A compiler keeps in registers what a loop need not read again, and what is outside the loops has no access of its
+    own; it is taken to have no conflicts.
+    """
+    total = 0.0
+    for kind in ("load", "store"):
+        accesses = [each for each in work.accesses if each.space == "shared" and each.kind == kind]
+        times = [each.count * _passes(work.iterations, each) for each in accesses]
+        expected, executed = sum(times), instructions.get(f"shared_{kind}", 0.0)
+        passes = sum(wavefronts(each) * n for each, n in zip(accesses, times, strict=True))
+        total += passes * min(executed / expected, 1.0) + max(executed - expected, 0.0) if expected else executed
+    return total
 
 
 def _passes(iterations: Mapping[int, float], access: WarpAccess) -> float:

@@ -198,11 +198,29 @@ def test_opcodes_run_where_the_vendor_says(opcode, pipe):
     assert {name for name, count in found.items() if count} == {pipe, "issue"}
 
 
-def test_shared_wavefronts_count_conflicts():
+def reading_shared(each_pass):
+    """Counts with so many loads of shared memory in each tile."""
+    loop = replace(LOOP, counts={**LOOP.counts, "shared_load": each_pass})
+    return replace(COUNTS, loops=(OUTSIDE, loop))
+
+
+@pytest.mark.parametrize(
+    ("loads", "passes"),
+    [
+        # As many as the accesses say: three in a row of banks, three in one bank.
+        (6, 3 * (1 + 32)),
+        # The compiler keeps half of what is read in registers.
+        (3, 3 * (1 + 32) / 2),
+        # Four more that no access stands for.
+        (10, 3 * (1 + 32) + 4),
+    ],
+)
+def test_shared_wavefronts_count_conflicts_of_the_loads_that_there_are(loads, passes):
     row = tuple(4 * lane for lane in range(32))
     column = tuple(128 * lane for lane in range(32))
     shared = tuple(WarpAccess("x", "shared", "load", 4, each, marks.TILE, 3.0) for each in (row, column))
-    assert features(others=shared).shared_wavefronts == 128 * 8 * 3 * (1 + 32)
+    found = features(others=shared, counts=reading_shared(loads))
+    assert found.shared_wavefronts == pytest.approx(128 * 8 * passes)
 
 
 def test_occupancy_waves_and_bytes_in_flight():
