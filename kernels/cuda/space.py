@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from ..backend import Rejected
 from ..candidate import RAW, Candidate, Launch
-from ..errors import CompileError
+from ..errors import CompileError, LowbitError
 from ..layout import Factor, Layout
 from ..packing import Packing, packing_named, packings
 from ..problem import Problem
@@ -211,7 +211,7 @@ def natural_lanes(layout: Layout, head_dim: int) -> int:
     for lanes in ALL_LANES:
         try:
             tilings = [each for each in key_tilings(layout, head_dim, lanes) if each.vectors.width >= 4]
-        except CompileError:
+        except LowbitError:
             continue
         found += [(-used_share(tiling), lanes) for tiling in tilings[:1]]
     return min(found, default=(0.0, 1))[1]
