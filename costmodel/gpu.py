@@ -9,7 +9,8 @@ from functools import lru_cache
 from typing import Any, Self
 
 from ..kernels.errors import DeviceError
-from .gpu_boards import ARCHITECTURES, BOARDS, DEFAULTS, Architecture, Board
+from .gpu_architectures import ARCHITECTURES, Architecture
+from .gpu_boards import BOARDS, DEFAULTS, Board
 
 _DRIVER = "reported by the driver"
 _MAKERS = ("nvidia", "geforce", "tesla", "quadro", "graphics", "gpu")
@@ -19,8 +20,8 @@ _MAKERS = ("nvidia", "geforce", "tesla", "quadro", "graphics", "gpu")
 class Gpu:
     """A board: its own figures and those of its architecture.
 
-    Throughputs are lanes a clock and multiprocessor; see `lowbit.costmodel.gpu_boards.Architecture` for each of the
-    architecture's figures.
+    Throughputs are lanes a clock and multiprocessor; the architecture's figures are told of at
+    `lowbit.costmodel.gpu_architectures.Architecture`.
 
     Attributes
     ----------

@@ -4,7 +4,8 @@ from dataclasses import fields
 
 import pytest
 from lowbit.costmodel.gpu import gpu_named, gpus
-from lowbit.costmodel.gpu_boards import ARCHITECTURES, BOARDS, DEFAULTS, Architecture
+from lowbit.costmodel.gpu_architectures import ARCHITECTURES, Architecture
+from lowbit.costmodel.gpu_boards import BOARDS, DEFAULTS
 from lowbit.kernels.cuda.arch import LIMITS
 
 ASKED = {
