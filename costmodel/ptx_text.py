@@ -143,7 +143,7 @@ def _parse(statement: str, scope: _Scope) -> WarpInstruction:
         guard=guard,
         packed=kind in ("global_load", "shared_load") and SUBWORDS.isdisjoint(modifiers),
         multiplies=kind == "dot" or (kind in ("integer", "float") and _multiplies(root, sources)),
-        moves=root == "mov",
+        moves=root == "mov" or (root == "selp" and not FLOATS.isdisjoint(modifiers)),
     )
     return instruction if root != "pmevent" else replace(instruction, mark=_mark(modifiers, operands))
 

@@ -82,13 +82,14 @@ def parse_sass(text: str, symbol: str) -> WarpFunction:
         instructions.append(_parse(match[2]))
     if not instructions:
         raise CompileError(f"the SASS of {symbol!r} has no instructions")
-    for instruction in instructions:
-        lost = [target for target in instruction.targets if target not in labels]
-        if lost:
-            raise CompileError(f"the SASS of {symbol!r} jumps to {lost[0]!r}, which it lacks")
+    # nvdisasm puts labels at every wait for other lanes as well; those would only cut blocks.
+    targets = dict.fromkeys(target for instruction in instructions for target in instruction.targets)
+    lost = [target for target in targets if target not in labels]
+    if lost:
+        raise CompileError(f"the SASS of {symbol!r} jumps to {lost[0]!r}, which it lacks")
     if instructions[-1].falls_through and instructions[-1].opcode != "NOP":
         raise CompileError(f"the SASS of {symbol!r} ends before its control flow does")
-    return WarpFunction(symbol, tuple(instructions), labels)
+    return WarpFunction(symbol, tuple(instructions), {target: labels[target] for target in targets})
 
 
 def _body(text: str, symbol: str) -> list[str]:

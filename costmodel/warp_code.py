@@ -103,7 +103,7 @@ class WarpInstruction:
 
 @dataclass(frozen=True)
 class WarpFunction:
-    """A kernel's instructions in address order, and the index of the instruction after each label."""
+    """A kernel's instructions in address order, and which of them each label that is jumped to stands before."""
 
     symbol: str
     instructions: tuple[WarpInstruction, ...]

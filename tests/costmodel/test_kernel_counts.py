@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from lowbit.costmodel import kernel_counts
 from lowbit.costmodel.kernel_counts import GPU_CLASSES, KernelCounts, LoopCounts, count_kernel
@@ -328,6 +328,7 @@ def test_a_cycle_with_two_entries_is_refused() -> None:
 NAMES = sorted(path.stem for path in LISTINGS.glob("*.sass"))
 
 
+@settings(max_examples=60)
 @given(name=st.sampled_from(NAMES), data=st.data())
 def test_lost_lines_are_an_error_at_worst(name: str, data: st.DataObject) -> None:
     lines = (LISTINGS / f"{name}.sass").read_text().splitlines()
@@ -343,6 +344,7 @@ def test_lost_lines_are_an_error_at_worst(name: str, data: st.DataObject) -> Non
     assert found == whole
 
 
+@settings(max_examples=60)
 @given(name=st.sampled_from(NAMES), place=st.floats(0, 1, exclude_max=True), text=st.text(max_size=3))
 @example(name="nibbles.sm_86", place=0.5, text="\x00")
 def test_garbled_text_is_an_error_at_worst(name: str, place: float, text: str) -> None:
