@@ -6,13 +6,15 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..candidate import Candidate, Launch
+from ..candidate import Candidate
 from ..problem import Problem
 from . import marks
 from .contraction import FACTOR_BYTES, SCALE_BYTES, Contraction, KeyStep, ValueTile
 from .mapping import LANES, TILE
 from .program import Geometry, Program, build
+from .shared import Stage
 from .softmax import PAIRS
+from .staging import CHUNK
 
 LINE = 128
 """Bytes of a cache line, and of all banks of shared memory."""
@@ -97,17 +99,19 @@ def _cache_work(program: Program, geometry: Geometry, tokens: int) -> Work:
     total = {marks.TILE: float(heads * passes * tiles)}
     of_split = -(-tiles // splits)
     longest = {marks.TILE: float(-(-of_split // launch.warps))}
-    accesses: list[WarpAccess] = []
+    stage = program.shared.stage
+    staged = stage is not None
+    accesses = [] if stage is None else _copies(stage)
     keys, values = program.keys, program.values
     if keys is not None:
         if keys.count > 1:
             total[marks.K_STEP] = total[marks.TILE] * keys.count
             longest[marks.K_STEP] = longest[marks.TILE] * keys.count
-        accesses += _key_accesses(keys, marks.K_STEP if keys.count > 1 else marks.TILE, program.candidate.launch)
+        accesses += _key_accesses(keys, marks.K_STEP if keys.count > 1 else marks.TILE, staged)
         each = keys.contraction.groups if keys.contraction.integer else -(-len(keys.contraction.order) // LANES)
         _block_loop(marks.PROLOGUE, each * launch.rows, blocks, launch.warps, total, longest)
     if values is not None:
-        accesses += _value_accesses(values, launch)
+        accesses += _value_accesses(values, staged)
         if values.contraction.integer:
             pairs = -(-launch.rows * values.contraction.groups // PAIRS)
             total[marks.WEIGHTS] = total[marks.TILE] * pairs
@@ -126,7 +130,7 @@ def _matrix_work(program: Program, geometry: Geometry) -> Work:
     each = keys.contraction.groups if keys.contraction.integer else -(-len(keys.contraction.order) // LANES)
     _block_loop(marks.PROLOGUE, each * launch.rows / splits, blocks, launch.warps, total, longest)
     _block_loop(marks.EPILOGUE, launch.rows, blocks, launch.warps, total, longest)
-    return Work(geometry, total, longest, tuple(_key_accesses(keys, marks.K_STEP, launch)))
+    return Work(geometry, total, longest, tuple(_key_accesses(keys, marks.K_STEP, False)))
 
 
 def _block_loop(
@@ -137,18 +141,39 @@ def _block_loop(
     total[mark], longest[mark] = float(blocks * each * warps), float(each)
 
 
-def _key_accesses(keys: KeyStep, mark: int, launch: Launch) -> list[WarpAccess]:
+def _copies(stage: Stage) -> list[WarpAccess]:
+    """Copies of one tile into shared memory, whole warps of 16-byte chunks and a rest."""
+    found = []
+    for name, size in zip(("k", "scales", "v", "scales"), stage.sizes, strict=True):
+        whole, rest = divmod(size // CHUNK, LANES)
+        for lanes, count in ((LANES, whole), (rest, min(rest, 1))):
+            if count:
+                places = tuple(CHUNK * lane if lane < lanes else INACTIVE for lane in range(LANES))
+                found.append(WarpAccess(name, "global", "async", CHUNK, places, marks.TILE, count))
+    return found
+
+
+def _vectors(name: str, width: int, patterns: Iterable[tuple[int, ...]], mark: int, staged: bool) -> list[WarpAccess]:
+    """Loads of vectors from global memory, or from a stage whose chunks are swizzled."""
+    if not staged:
+        return _grouped(name, "global", "load", width, patterns, mark)
+    swizzled = (tuple(place ^ (place >> 7 & 7) << 4 for place in pattern) for pattern in patterns)
+    return _grouped(name, "shared", "load", width, swizzled, mark)
+
+
+def _key_accesses(keys: KeyStep, mark: int, staged: bool) -> list[WarpAccess]:
     c, tiling = keys.contraction, keys.contraction.tiling
     width = tiling.vectors.width
     vectors = [tiling.lane_offsets(i, j) for j in range(keys.vectors) for i in range(tiling.iters_o)]
-    found = _grouped("k", "global", "load", width, vectors, mark)
+    found = _vectors("k", width, vectors, mark, staged)
     lanes = [divmod(lane, tiling.lanes_r) for lane in range(LANES)]
     part = [_part(r_lane, keys.group_part) for _, r_lane in lanes]
     groups = len(keys.groups_of_step)
     if c.scaled:
         token = [_part(o_lane, keys.token_part) for o_lane, _ in lanes]
         places = tuple(SCALE_BYTES * (TILE * g + t) for g, t in zip(part, token, strict=True))
-        found.append(WarpAccess("scales", "global", "load", SCALE_BYTES, places, mark, groups * len(keys.tokens)))
+        space = "shared" if staged else "global"
+        found.append(WarpAccess("scales", space, "load", SCALE_BYTES, places, mark, groups * len(keys.tokens)))
     size, count = _small_reads(keys.row_bytes, c, keys.vectors // c.bundle)
     places = tuple(r_lane * c.bundle_bytes for _, r_lane in lanes)
     found.append(WarpAccess("x", "shared", "load", size, places, mark, count * c.rows))
@@ -158,10 +183,10 @@ def _key_accesses(keys: KeyStep, mark: int, launch: Launch) -> list[WarpAccess]:
     return found
 
 
-def _value_accesses(values: ValueTile, launch: Launch) -> list[WarpAccess]:
+def _value_accesses(values: ValueTile, staged: bool) -> list[WarpAccess]:
     c, tiling = values.contraction, values.contraction.tiling
     vectors = [tiling.lane_offsets(i, j) for j in range(tiling.iters_r) for i in range(tiling.iters_o)]
-    found = _grouped("v", "global", "load", tiling.vectors.width, vectors, marks.TILE)
+    found = _vectors("v", tiling.vectors.width, vectors, marks.TILE, staged)
     lanes = [divmod(lane, tiling.lanes_r) for lane in range(LANES)]
     part = [_part(min(o_lane, tiling.last_o - 1), values.group_part) for o_lane, _ in lanes]
     groups = len(set(values.groups))
@@ -172,7 +197,8 @@ def _value_accesses(values: ValueTile, launch: Launch) -> list[WarpAccess]:
     found.append(WarpAccess("weights", "shared", "load", size, places, marks.TILE, count * groups * c.rows))
     if c.scaled:
         tokens = tuple(SCALE_BYTES * lane for lane in range(LANES))
-        found.append(WarpAccess("scales", "global", "load", SCALE_BYTES, tokens, marks.TILE, c.groups))
+        space = "shared" if staged else "global"
+        found.append(WarpAccess("scales", space, "load", SCALE_BYTES, tokens, marks.TILE, c.groups))
     slots = tuple(4 * lane for lane in range(LANES))
     found.append(WarpAccess("weights", "shared", "store", 4, slots, marks.TILE, c.groups * c.rows))
     if c.integer:
