@@ -125,7 +125,7 @@ class Program:
     def workspace_bytes(self, tokens: int) -> int:
         """Size of ``partials``; 0 with one split."""
         problem, splits = self.problem, self.candidate.launch.splits
-        if self.merge is None or splits == 1:
+        if self.merge is None:
             return 0
         results = problem.kv_heads * problem.rows * splits
         return 4 * results * (tokens if problem.operator == "gemv" else RECORD_HEAD + problem.head_dim)
