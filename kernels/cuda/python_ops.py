@@ -10,6 +10,7 @@ from typing import Any
 from . import memory, simulator
 from .ops import Ops
 
+LEAST, MOST = -(1 << 31), (1 << 31) - 1
 _F32, _I32, _TWO_HALVES = struct.Struct("<f"), struct.Struct("<i"), struct.Struct("<ee")
 
 
@@ -36,19 +37,19 @@ class PythonOps(Ops):
     """See `lowbit.kernels.cuda.ops.Ops`. Must run in a simulated thread where it touches memory or other lanes."""
 
     def i32(self, value: int) -> int:
-        return signed(value)
+        return value if LEAST <= value <= MOST else signed(value)
 
     def f32(self, value: float) -> float:
         return rounded(value)
 
     def add(self, a: int, b: int) -> int:
-        return signed(a + b)
+        return self.i32(a + b)
 
     def sub(self, a: int, b: int) -> int:
-        return signed(a - b)
+        return self.i32(a - b)
 
     def mul(self, a: int, b: int) -> int:
-        return signed(a * b)
+        return self.i32(a * b)
 
     def and_(self, a: int, b: int) -> int:
         return a & b
@@ -59,11 +60,14 @@ class PythonOps(Ops):
     def divide(self, a: int, b: int) -> int:
         return a // b
 
+    def quotient(self, a: int, b: int) -> int:
+        return a // b
+
     def wide_mul(self, a: int, b: int) -> int:
         return a * b
 
     def shift_left(self, a: int, bits: int) -> int:
-        return signed(a << bits)
+        return self.i32(a << bits)
 
     def shift_right(self, a: int, bits: int) -> int:
         return signed((a & 0xFFFFFFFF) >> bits)
@@ -162,7 +166,8 @@ class PythonOps(Ops):
             memory.store_u8(simulator.shared_address() + address, value)
 
     def table(self, values: Sequence[Any], index: int) -> Any:
-        return values[index]
+        value = values[index]
+        return rounded(value) if isinstance(value, float) else value
 
     def thread(self) -> int:
         return simulator.thread().x

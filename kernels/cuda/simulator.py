@@ -44,6 +44,8 @@ _GUARD_BYTES = 256
 """Between shared memory and whatever lies next to it, so that a run past its end meets no other buffer."""
 
 _one_launch = threading.Lock()
+_current: Lane | None = None
+"""The thread whose turn it is."""
 
 
 class BarrierError(DeviceError):
@@ -101,11 +103,13 @@ class Lane(threading.Thread):
 
     def run(self) -> None:
         """Run each block's thread when its turn comes; a launch that is over has no body left."""
+        global _current
         while True:
             self.turn.acquire()
             body = self.launch.body
             if body is None:
                 return
+            _current = self
             try:
                 body()
             except _AbandonedError:
@@ -133,6 +137,7 @@ class _Launch:
         self.block = _Group(0)
         self.warps: list[_Group] = []
         self.shared = np.empty(0, np.uint8)
+        self.shared_address = 0
         self.running = 0
 
     def run_block(self, body: Callable[[], None], block: tuple[int, int, int]) -> None:
@@ -162,12 +167,14 @@ class _Launch:
         self.ready.extend(group.released())
         if not self.ready:
             raise BarrierError(f"threads of block {lane.block} wait at different barriers: {self._waiting()}")
+        global _current
         successor = self.ready.popleft()
         if successor is not lane:
             successor.turn.release()
             lane.turn.acquire()
             if self.failure is not None:
                 raise _AbandonedError
+            _current = lane
 
     def ended(self, lane: Lane) -> None:
         """``lane`` is through with its block: its groups no longer wait for it."""
@@ -192,7 +199,8 @@ class _Launch:
 
     def close(self) -> None:
         """End the host threads: those in the middle of a block are unwound, one at a time."""
-        self.body = None
+        global _current
+        self.body = _current = None
         for lane in self.lanes:
             if not lane.is_alive():
                 continue
@@ -234,9 +242,10 @@ def run(entry: Entry, geometry: Geometry, values: Mapping[str, int | float]) -> 
     with _one_launch:
         launch = _Launch(geometry.threads)
         launch.shared = _shared(geometry.shared_bytes)
+        launch.shared_address = launch.shared.ctypes.data
         numba_module._shared._dynshared = launch.shared.view(np.byte)
         numba_module._shared._dynshared_size = geometry.shared_bytes
-        region = memory.Region(launch.shared.ctypes.data, geometry.shared_bytes, name="shared memory")
+        region = memory.Region(launch.shared_address, geometry.shared_bytes, name="shared memory")
         for lane in launch.lanes:
             lane.start()
         try:
@@ -284,10 +293,9 @@ def _place(launch: _Launch, block: tuple[int, int, int]) -> None:
 
 def thread() -> Lane:
     """The thread that runs."""
-    current = threading.current_thread()
-    if not isinstance(current, Lane):
+    if _current is None:
         raise DeviceError("no simulated kernel runs in this thread")
-    return current
+    return _current
 
 
 def exchange(value: Any) -> list[Any]:
@@ -314,4 +322,4 @@ def shared() -> NDArray[np.uint8]:
 
 
 def shared_address() -> int:
-    return int(thread().launch.shared.ctypes.data)
+    return thread().launch.shared_address

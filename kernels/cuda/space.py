@@ -82,7 +82,8 @@ def space(problem: Problem, arch: str) -> Iterator[Candidate | Rejected]:
             candidate = replace(first, plan=launch)
             if candidate not in seen:
                 seen.add(candidate)
-                yield candidate
+                reason = rejection(problem, candidate, arch)
+                yield candidate if reason is None else Rejected(candidate, reason)
 
 
 def rejection(problem: Problem, candidate: Candidate, arch: str) -> str | None:

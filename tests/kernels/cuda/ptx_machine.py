@@ -78,9 +78,12 @@ class Machine:
 
     def __init__(self, kernel, grid, threads, shared_bytes, values, buffers):
         self.kernel, self.buffers = kernel, buffers
+        self.constants = {}
         for name, content in kernel.constants.items():
-            if name not in buffers.addresses:
-                buffers.include(name, np.frombuffer(content, np.uint8))
+            held = f"{kernel.name}.{name}"  # another kernel's constant may have the same name
+            if held not in buffers.addresses:
+                buffers.include(held, np.frombuffer(content, np.uint8))
+            self.constants[name] = buffers.addresses[held]
         self.grid, self.threads = grid, threads
         blocks = grid[0] * grid[1] * grid[2]
         padded = -(-threads // WARP) * WARP
@@ -211,8 +214,8 @@ class Machine:
             return ~self.registers[operand[1:]]
         if operand in self.kernel.shared:
             return np.full(self.count, self.kernel.shared[operand], dtype)
-        if operand in self.kernel.constants:
-            return np.full(self.count, self.buffers.addresses[operand], dtype)
+        if operand in self.constants:
+            return np.full(self.count, self.constants[operand], dtype)
         return np.full(self.count, self._literal(operand, kind), dtype)
 
     @staticmethod
@@ -498,8 +501,8 @@ class Machine:
         shift = int(offset, 0) * (-1 if sign == "-" else 1) if offset else 0
         if base in self.kernel.shared:
             return np.full(self.count, self.kernel.shared[base] + shift, np.int64)
-        if base in self.kernel.constants:
-            return np.full(self.count, self.buffers.addresses[base] + shift, np.int64)
+        if base in self.constants:
+            return np.full(self.count, self.constants[base] + shift, np.int64)
         if base not in self.registers:
             return np.full(self.count, int(base, 0) + shift, np.int64)
         return self.registers[base].astype(np.uint64).view(np.int64) + shift
