@@ -125,7 +125,7 @@ def _parse(statement: str, scope: _Scope) -> WarpInstruction:
     match = _STATEMENT.fullmatch(statement)
     if match is None:
         raise CompileError(f"not a PTX instruction: {statement[:80]!r}")
-    guard = None if match[2] is None else match[1] + match[2]
+    guard = None if match[2] is None else match[1] + "".join(scope.registers(match[2]) or {match[2]})
     root, *modifiers = re.split(r"\.|::", match[3])
     operands = [found.strip() for found in _OPERAND.findall(match[4] or "")]
     if KINDS.get(root) == "branch":

@@ -25,6 +25,8 @@ UNPACKING = frozenset(("shift", "logic", "permute", "convert", "float", "integer
 """Classes an unpacking instruction can have. Arithmetic subtracts offsets; shifts and adds can be done by LEA."""
 
 Definitions = dict[str, set[int]]
+Guarded = dict[tuple[str, str], set[int]]
+"""Definitions of a register that an instruction under the same guard can see."""
 
 
 def unpacking(function: WarpFunction, graph: nx.DiGraph[int]) -> frozenset[int]:
@@ -74,11 +76,13 @@ def data_flow(function: WarpFunction, graph: nx.DiGraph[int]) -> dict[int, set[i
     values: dict[int, set[int]] = defaultdict(set)
     for start, block in blocks.items():
         current = {name: set(places) for name, places in reaching[start].items()}
+        guarded: Guarded = {}
         for place, x in enumerate(block, start):
             for name in x.reads:
-                for source in current.get(name, ()):
+                for source in guarded.get((name, x.guard or ""), current.get(name, ())):
                     values[source].add(place)
             _define(current, place, x)
+            _define_guarded(guarded, place, x)
     return values
 
 
@@ -96,6 +100,17 @@ def _effect(start: int, block: Iterable[WarpInstruction]) -> tuple[Definitions, 
 def _define(current: Definitions, place: int, x: WarpInstruction) -> None:
     for name in x.writes:
         current[name] = {place} if x.guard is None else current.get(name, set()) | {place}
+
+
+def _define_guarded(guarded: Guarded, place: int, x: WarpInstruction) -> None:
+    """Note what is sure under a guard: there an earlier value is gone, until the guard's predicate changes."""
+    for name, guard in list(guarded):
+        if guard.lstrip("!") in x.writes or (name in x.writes and x.guard is None):
+            del guarded[name, guard]
+        elif name in x.writes and {guard, x.guard} != {guard.lstrip("!"), "!" + guard.lstrip("!")}:
+            guarded[name, guard] = guarded[name, guard] | {place}
+    if x.guard is not None and x.guard.lstrip("!") not in x.writes:
+        guarded.update({(name, x.guard): {place} for name in x.writes})
 
 
 def _merge(known: Definitions, added: Mapping[str, set[int]]) -> bool:

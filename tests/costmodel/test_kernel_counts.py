@@ -281,6 +281,28 @@ def test_data_flow_passes_guards_but_no_product() -> None:
     assert count_kernel(code(kept, "nest", "ptx")).loops[1].unpacking == {}
 
 
+def test_under_one_guard_an_earlier_value_is_gone() -> None:
+    body = """
+    pmevent 2;
+    ld.global.u32 %r2, [%rd1];
+    @%p1 add.s32 %r2, %r5, 1;
+    CHANGE
+    @%p1 shr.u32 %r3, %r2, 4;
+    @%p1 dp4a.u32.u32 %r4, %r3, %r3, %r4;
+    """
+    text = NEST[: NEST.index("TILES:")] + "LOOP:" + body + "@%p2 bra LOOP;\nret;\n}\n"
+
+    def unpacking(change: str) -> dict[str, int]:
+        return count_kernel(code(text.replace("CHANGE", change), "nest", "ptx")).loops[1].unpacking
+
+    # What the shift takes is the sum whenever it happens, unless the predicate changes or the other case intervenes.
+    assert unpacking("") == {}
+    assert unpacking("setp.eq.s32 %p1, %r5, 3;") == {"shr.u32": 1}
+    assert unpacking("@%p3 ld.global.u32 %r2, [%rd1];") == {"shr.u32": 1}
+    assert unpacking("@!%p1 ld.global.u32 %r2, [%rd1];") == {}
+    assert unpacking("ld.global.u32 %r2, [%rd1];") == {"shr.u32": 1}
+
+
 def test_unpacking_in_another_iteration_than_its_load() -> None:
     body = """
     pmevent 2;

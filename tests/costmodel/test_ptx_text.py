@@ -129,8 +129,9 @@ def test_control_flow() -> None:
     $L__BB0_3: add.s32 %r1, %r1, 1;
     """
     function = parse_ptx(kernel(body), "f")
-    assert function.instructions[1].guard == "%p1"
-    assert function.instructions[3].guard == "!%p1"
+    (compared,) = function.instructions[0].writes
+    assert function.instructions[1].guard == compared
+    assert function.instructions[3].guard == "!" + compared
     assert sorted(control_flow(function).edges) == [(0, 2), (0, 3), (2, 4), (3, 0), (3, 4)]
 
 
