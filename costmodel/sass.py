@@ -119,7 +119,8 @@ def _parse(line: str) -> WarpInstruction:
     base, *modifiers = opcode.split(".")
     operation = _Operation(base, tuple(modifiers), operands)
     if guard in ("!PT", "!UPT"):
-        return WarpInstruction(opcode, "other", known=base in KINDS, guard=guard)
+        # It does nothing, so it is not counted as what it would do either.
+        return WarpInstruction(f"@{guard} {opcode}", "other", known=base in KINDS, guard=guard)
     if operation.kind == "branch":
         return _branch(opcode, operation, guard)
     count = _destinations(operation)

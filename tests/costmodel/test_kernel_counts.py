@@ -7,6 +7,7 @@ none of them. What stands outside the loop is the rest up to EXIT: the padding b
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 from pathlib import Path
 
@@ -15,9 +16,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from lowbit.costmodel import kernel_counts
 from lowbit.costmodel.kernel_counts import GPU_CLASSES, KernelCounts, LoopCounts, count_kernel
+from lowbit.kernels.candidate import Candidate
 from lowbit.kernels.cuda import toolchain
+from lowbit.kernels.cuda.backend import CudaBackend
 from lowbit.kernels.cuda.code import KernelCode
+from lowbit.kernels.cuda.work import work
 from lowbit.kernels.errors import CompileError
+from lowbit.kernels.problem import Problem
 
 LISTINGS = Path(__file__).with_name("listings")
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -133,6 +138,7 @@ def test_asynchronous_copies() -> None:
         "predicate": 1, "branch": 1, "other": 4,
     }  # fmt: skip
     assert loop.unpacking == {"LOP3.LUT": 2, "SHF.R.U32.HI": 1}
+    assert (loop.opcodes["@!PT LDS"], loop.opcodes["LDS.128"]) == (3, 1)
     # The first copy; IMAD.SHL makes its address.
     assert outside.counts["async_copy"] == outside.counts["barrier"] == outside.counts["shift"] == 1
 
@@ -418,3 +424,50 @@ def test_unpacking_is_the_same_on_every_architecture(arch: str) -> None:
         text = toolchain.disassemble(toolchain.assemble(ptx, arch).image, arch)
         for found in (count_kernel(code(text, name)), count_kernel(code(ptx, name, "ptx"))):
             assert sum(found.loops[1].unpacking.values()) == count, (name, found.language)
+
+
+needs_compiler = pytest.mark.skipif(
+    not toolchain.available() or importlib.util.find_spec("numba_cuda") is None,
+    reason="needs numba-cuda and its wheels",
+)
+LAUNCH = "rows 4, lanes 1, loads 4, stages 0, splits 16, warps 4"
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("layout", "pipeline", "per_word"),
+    [
+        # A mask for the low nibbles of a word of eight codes and one for the high ones, which stay where they are.
+        ("T/32 D/32 t32 d32 | int4/lane_interleaved/offset", "integer", {"LOP3.LUT": 2}),
+        ("T/32 D/32 t32 d32 | int4/contiguous_permuted/offset", "integer", {"LOP3.LUT": 2}),
+        # LOP3 turns two's complement into offset codes while it masks.
+        ("T/32 D/32 t32 d32 | int4/contiguous_permuted/signed", "integer", {"LOP3.LUT": 2}),
+        # Codes put back in order: a shift, two masks and two permutations.
+        ("T/32 D/32 t32 d32 | int4/contiguous/offset", "integer", {"SHF.R.U32.HI": 1, "LOP3.LUT": 2, "PRMT": 2}),
+        # Whole bytes are contracted besides their low nibbles: one mask.
+        ("T/32 D/32 t32 d32 | int4/lane_interleaved/offset", "raw", {"LOP3.LUT": 1}),
+    ],
+)
+def test_unpacking_of_real_kernels(layout: str, pipeline: str, per_word: dict[str, int]) -> None:
+    problem = Problem("qk", 32, 8, 128, "w4a8")
+    (found,) = CudaBackend("sm_86").code(problem, Candidate.parse(f"K: {layout}; {pipeline}; {LAUNCH}"))
+    counts = count_kernel(found)
+    assert (counts.language, counts.unknown) == ("sass", {})
+    tiles = [loop for loop in counts.loops if loop.mark == TILE]
+    assert [loop.unpacking for loop in counts.loops if loop.unpacking] == [tiles[0].unpacking]
+    # A lane walks 128 codes in a tile of 32 tokens, 16 words.
+    assert found.values_per_iteration == 128
+    assert tiles[0].unpacking == {opcode: 16 * count for opcode, count in per_word.items()}
+
+
+@needs_compiler
+def test_dots_of_a_launch() -> None:
+    problem = Problem("qk", 32, 8, 128, "w4a8")
+    candidate = Candidate.parse(f"K: T/32 D/32 t32 d32 | int4/lane_interleaved/offset; integer; {LAUNCH}")
+    counts = count_kernel(CudaBackend("sm_86").code(problem, candidate)[0])
+    launch = work(problem, candidate, 4096)
+    executed = counts.executed(launch.iterations, warps=8 * 16 * 4)
+    # Each of 32 heads multiplies 4096 tokens of 128 codes, four a dot, in 32 lanes.
+    assert executed["dot"] == 32 * 4096 * 128 / 4 / 32
+    # Each of 8 key/value heads unpacks its words once for its four rows, two instructions for 8 codes.
+    assert counts.unpacking_executed(launch.iterations) == 8 * 4096 * 128 / 8 * 2 / 32
