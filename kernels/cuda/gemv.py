@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from . import marks
 from .mapping import TILE
 from .operators import build_prepare
@@ -34,13 +36,14 @@ def build_gemv(steps: Steps) -> Callable[..., None]:
     keys, rows, columns = steps.keys, steps.rows, steps.problem.head_dim
     count, data_bytes, step_bytes, step_factors = keys.count, keys.data_bytes, keys.step_bytes, keys.step_factors
     tile_bytes, scale_tile, scale_bytes = steps.key_tile_bytes, steps.key_scale_tile, steps.key_scale_step
-    thread_index, threads_of_block = steps.thread, steps.threads
+    thread_index, threads_of_block, split_of = steps.thread, steps.threads, steps.split_of
+    lane_index, warp_index, warps_of_block = steps.lane, steps.warp, steps.warps
     block_x, block_y, block_z = (steps.block(axis) for axis in range(3))
     block_barrier, key_step, no_scores, reduce = steps.block_barrier, steps.key_step, steps.zeros_scores, steps.reduce
     k_place, k_scale_place = steps.key_place, steps.key_scale_place
     small_place, factor_place, token_of = steps.key_small_place, steps.key_factor_place, steps.token_of
     store_rows, load, add, zero = steps.store_rows, steps.load_shared_float, steps.add, steps.zero
-    store_global = steps.store_global_float
+    store_global, results = steps.store_global_float, np.int32(rows * TILE)
     mark, mark_end = steps.mark(marks.K_STEP), steps.mark(marks.EPILOGUE)
 
     def gemv(
@@ -54,17 +57,17 @@ def build_gemv(steps: Steps) -> Callable[..., None]:
         splits: Any,
         factor: Any,
     ) -> None:
-        thread, threads = thread_index(), threads_of_block()
         tile, split, first_row = block_x(), block_y(), block_z() * rows
-        lane, warp, warps = thread & 31, thread >> 5, threads >> 5
-        first, stop = count * split // splits, count * (split + 1) // splits
-        prepare(x + 4 * columns * first_row, rows_all - first_row, factor, thread, threads, first, stop)
+        lane, warp, warps = lane_index(), warp_index(), warps_of_block()
+        first, stop = split_of(count, split, splits, 0)
+        prepare(x + 4 * columns * first_row, rows_all - first_row, factor, first, stop)
         block_barrier()
         data = k_place(k_words, lane) + tile * tile_bytes
         scales = k_scale_place(k_scales, lane) + tile * scale_tile
         small, factors = small_place(lane), factor_place(lane)
         sums = no_scores()
-        for number in range(first + warp, stop, warps):
+        start, _ = split_of(count, split, splits, warp)
+        for number in range(start, stop, warps):
             mark()
             here = number - first
             sums = key_step(
@@ -78,13 +81,13 @@ def build_gemv(steps: Steps) -> Callable[..., None]:
         block_barrier()
         store_rows(scores, 4 * (warp * rows * TILE + lane))
         block_barrier()
-        for index in range(thread, rows * TILE, threads):
-            mark_end()
+        for index in range(thread_index(), results, threads_of_block()):
             row = index >> 5
             token = tile * TILE + token_of(index & 31)
             if first_row + row < rows_all and token < tokens:
                 value = zero()
                 for each in range(warps):
+                    mark_end()
                     value = add(value, load(4 * (each * rows * TILE + index)))
                 if splits == 1:
                     store_global(out + 4 * ((first_row + row) * tokens + token), value)

@@ -57,6 +57,9 @@ class LlvmOps(Ops):
     def divide(self, a: Any, b: int) -> Any:
         return self._builder.udiv(a, self.i32(b))
 
+    def quotient(self, a: Any, b: Any) -> Any:
+        return self._builder.udiv(a, b)
+
     def wide_mul(self, a: Any, b: int) -> Any:
         return self._builder.mul(self._builder.sext(a, I64), ir.Constant(I64, b))
 
@@ -123,7 +126,7 @@ class LlvmOps(Ops):
         return self._builder.select(self._less(a, b), then, otherwise)
 
     def remainder(self, a: Any, b: Any) -> Any:
-        return self._builder.srem(a, b)
+        return self._builder.urem(a, b)
 
     def address(self, base: Any, offset: Any) -> Any:
         if base.type == I64 and offset.type == I32:

@@ -17,9 +17,13 @@ WEIGHTS = 4
 V_STEP = 5
 """A step along the tokens of weighted values."""
 PROLOGUE, EPILOGUE, MERGE = 6, 7, 8
+"""Preparing the small operand, folding one warp's record of one channel, one split's."""
+MAXIMA = 9
+"""Maxima of one warp's record."""
 
 NAMES = {TILE: "tile", K_STEP: "k step", SUB: "sub-tile", WEIGHTS: "weights", V_STEP: "v step"} | {
     PROLOGUE: "prologue",
     EPILOGUE: "epilogue",
     MERGE: "merge",
+    MAXIMA: "maxima",
 }

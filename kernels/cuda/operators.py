@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from . import marks
 from .contraction import SCALE_BYTES
 from .mapping import TILE
@@ -70,16 +72,15 @@ MERGE = (("partials", "pointer"), ("out", "pointer"), ("splits", "int32"))
 def build_prepare(steps: Steps) -> Callable[..., None]:
     """Store a block's rows of queries in shared memory, of the steps from ``first`` to ``stop``."""
     rows, head_dim, keys = steps.rows, steps.problem.head_dim, steps.keys
-    count, groups, group_step = keys.count, keys.contraction.groups, keys.group_step
-    channels = keys.slots
+    lane_index, warp_index, warps_of_block = steps.lane, steps.warp, steps.warps
+    thread_index, threads_of_block = steps.thread, steps.threads
+    group_units, slot_units = steps.group_units, steps.slot_units
     round_group, copy_float, mark = steps.round_group, steps.copy_float, steps.mark(marks.PROLOGUE)
 
-    def integers(x: Any, live_rows: Any, factor: Any, thread: Any, threads: Any, first: Any, stop: Any) -> None:
-        lane, warp, warps = thread & 31, thread >> 5, threads >> 5
-        first_group, last_group = first * group_step, stop * group_step
-        if stop == count:
-            last_group = groups
-        for unit in range(first_group * rows + warp, last_group * rows, warps):
+    def integers(x: Any, live_rows: Any, factor: Any, first: Any, stop: Any) -> None:
+        lane = lane_index()
+        start, end = group_units(first, stop, warp_index())
+        for unit in range(start, end, warps_of_block()):
             mark()
             group = unit // rows
             row = unit - group * rows
@@ -87,8 +88,9 @@ def build_prepare(steps: Steps) -> Callable[..., None]:
             source = x + 4 * head_dim * (row if live > 0 else 0)
             round_group(source, live, group, row, first, lane, factor)
 
-    def floats(x: Any, live_rows: Any, factor: Any, thread: Any, threads: Any, first: Any, stop: Any) -> None:
-        for index in range(first * channels * rows + thread, stop * channels * rows, threads):
+    def floats(x: Any, live_rows: Any, factor: Any, first: Any, stop: Any) -> None:
+        start, end = slot_units(first, stop, thread_index())
+        for index in range(start, end, threads_of_block()):
             mark()
             channel = index // rows
             row = index - channel * rows
@@ -102,12 +104,12 @@ def build_prepare(steps: Steps) -> Callable[..., None]:
 def build_attend(steps: Steps) -> Kernel:
     """Fused decode attention."""
     prepare = steps.device(build_prepare(steps))
-    finish = steps.device(build_finish(steps, normalise=True))
+    finish = steps.device(build_finish(steps))
     weigh = steps.device(build_weigh(steps))
     rows, head_dim, count = steps.rows, steps.problem.head_dim, steps.keys.count
     v = steps.values
     v_scale_tile = v.contraction.groups * TILE * SCALE_BYTES if v.contraction.scaled else 0
-    thread_index, threads_of_block = steps.thread, steps.threads
+    lane_index, warp_index, warps_of_block, tiles_of = steps.lane, steps.warp, steps.warps, steps.tiles
     block_x, block_y, block_z = (steps.block(axis) for axis in range(3))
     block_barrier, warp_barrier = steps.block_barrier, steps.warp_barrier
     k_place, v_place, token_of, slot_of = steps.key_place, steps.value_place, steps.token_of, steps.slot_of
@@ -138,20 +140,12 @@ def build_attend(steps: Steps) -> Kernel:
         factor: Any,
         cap: Any,
     ) -> None:
-        thread, threads = thread_index(), threads_of_block()
         head, split, first_row = block_x(), block_y(), block_z() * rows
-        lane, warp, warps = thread & 31, thread >> 5, threads >> 5
-        prepare(
-            x + 4 * head_dim * (head * rows_all + first_row), rows_all - first_row, factor, thread, threads, 0, count
-        )
+        lane, warp, warps = lane_index(), warp_index(), warps_of_block()
+        prepare(x + 4 * head_dim * (head * rows_all + first_row), rows_all - first_row, factor, 0, count)
         block_barrier()
         bounds = seen(first_row, tokens, query_rows, window)
-        tiles = (tokens + 31) >> 5
-        hidden = 0
-        if window > 0:
-            hidden = max(tokens - query_rows + 1 - window, 0) >> 5
-        first = hidden + (tiles - hidden) * split // splits
-        stop = hidden + (tiles - hidden) * (split + 1) // splits
+        first, stop = tiles_of(tokens, query_rows, window, split, splits, warp)
         keys = k_place(k_words + head * k_stride, lane)
         key_scales = k_scale_place(k_scales + head * k_scale_stride, lane)
         values = v_place(v_words + head * v_stride, lane)
@@ -162,7 +156,7 @@ def build_attend(steps: Steps) -> Kernel:
         slot = mine + 4 * slot_of(lane)
         thresholds = dither(lane)
         state, total = no_state(), no_out()
-        for tile in range(first + warp, stop, warps):
+        for tile in range(first, stop, warps):
             mark()
             sums = scores_of(no_scores(), keys, key_scales, small, factors, tile)
             scores = reduce_scores(sums, lane)
@@ -172,7 +166,7 @@ def build_attend(steps: Steps) -> Kernel:
             weigh(weights_of(found), value_scales + tile * v_scale_tile, slot, mine, lane, thresholds)
             total = accumulate(total, values, tile, mine, lane)
             warp_barrier()
-        finish(state, total, out, partials, head, split, splits, first_row, rows_all, thread, threads)
+        finish(state, total, out, partials, head, split, splits, first_row, rows_all)
 
     return attend
 
@@ -180,14 +174,14 @@ def build_attend(steps: Steps) -> Kernel:
 def build_staged_attend(steps: Steps) -> Kernel:
     """The same with tiles that pass through shared memory: a warp asks for a tile some tiles before it needs it."""
     prepare = steps.device(build_prepare(steps))
-    finish = steps.device(build_finish(steps, normalise=True))
+    finish = steps.device(build_finish(steps))
     weigh = steps.device(build_weigh(steps))
     rows, head_dim, count = steps.rows, steps.problem.head_dim, steps.keys.count
     stage, stages = steps.shared.stage, steps.shared.stages
     assert stage is not None
     _, key_scales_at, values_at, value_scales_at = stage.places
     stage_bytes, ring_bytes = stage.nbytes, steps.shared.ring_bytes
-    thread_index, threads_of_block = steps.thread, steps.threads
+    lane_index, warp_index, warps_of_block, tiles_of = steps.lane, steps.warp, steps.warps, steps.tiles
     block_x, block_y, block_z = (steps.block(axis) for axis in range(3))
     block_barrier, warp_barrier, wait = steps.block_barrier, steps.warp_barrier, steps.wait
     k_place, v_place, token_of, slot_of = steps.key_place, steps.value_place, steps.token_of, steps.slot_of
@@ -218,15 +212,9 @@ def build_staged_attend(steps: Steps) -> Kernel:
         factor: Any,
         cap: Any,
     ) -> None:
-        thread, threads = thread_index(), threads_of_block()
         head, split, first_row = block_x(), block_y(), block_z() * rows
-        lane, warp, warps = thread & 31, thread >> 5, threads >> 5
-        tiles = (tokens + 31) >> 5
-        hidden = 0
-        if window > 0:
-            hidden = max(tokens - query_rows + 1 - window, 0) >> 5
-        first = hidden + (tiles - hidden) * split // splits
-        stop = hidden + (tiles - hidden) * (split + 1) // splits
+        lane, warp, warps = lane_index(), warp_index(), warps_of_block()
+        first, stop = tiles_of(tokens, query_rows, window, split, splits, warp)
         sources = four(
             k_words + head * k_stride,
             k_scales + head * k_scale_stride,
@@ -235,9 +223,9 @@ def build_staged_attend(steps: Steps) -> Kernel:
         )
         ring = ((warp_base + warps * warp_bytes + 1023) & ~1023) + warp * ring_bytes
         for ahead in range(stages - 1):
-            copy_tile(sources, first + warp + ahead * warps, stop, ring + ahead * stage_bytes, lane)
+            copy_tile(sources, first + ahead * warps, stop, ring + ahead * stage_bytes, lane)
         source = x + 4 * head_dim * (head * rows_all + first_row)
-        prepare(source, rows_all - first_row, factor, thread, threads, 0, count)
+        prepare(source, rows_all - first_row, factor, 0, count)
         block_barrier()
         bounds = seen(first_row, tokens, query_rows, window)
         keys, key_scales = k_place(0, lane), k_scale_place(key_scales_at, lane)
@@ -249,7 +237,7 @@ def build_staged_attend(steps: Steps) -> Kernel:
         thresholds = dither(lane)
         state, total = no_state(), no_out()
         number = 0
-        for tile in range(first + warp, stop, warps):
+        for tile in range(first, stop, warps):
             mark()
             last = number - 1 if number > 0 else stages - 1
             copy_tile(sources, tile + (stages - 1) * warps, stop, ring + last * stage_bytes, lane)
@@ -264,7 +252,7 @@ def build_staged_attend(steps: Steps) -> Kernel:
             total = accumulate(total, values, here, mine, lane)
             warp_barrier()
             number = number + 1 if number + 1 < stages else 0
-        finish(state, total, out, partials, head, split, splits, first_row, rows_all, thread, threads)
+        finish(state, total, out, partials, head, split, splits, first_row, rows_all)
 
     return attend
 
@@ -295,15 +283,18 @@ def build_weigh(steps: Steps) -> Callable[..., None]:
     return integers if steps.values.contraction.integer else floats
 
 
-def build_finish(steps: Steps, normalise: bool) -> Callable[..., None]:
+def build_finish(steps: Steps) -> Callable[..., None]:
     """Combine the warps of a block, and write the result, or a record of it if there are more splits."""
-    rows, head_dim = steps.rows, steps.problem.head_dim
+    head_dim = steps.problem.head_dim
+    end = np.int32(head_dim)  # loops over 32-bit numbers are cheap
     base, record = steps.shared.warps, steps.shared.record
-    row_bytes = 4 * (head_dim + RECORD_HEAD)
-    store_record, load, block_barrier = steps.store_record, steps.load_shared_float, steps.block_barrier
-    larger, shrink, times, add, divide = steps.larger, steps.shrink, steps.times, steps.add, steps.divide
-    zero, nothing, store_global = steps.zero, steps.nothing, steps.store_global_float
-    mark = steps.mark(marks.EPILOGUE)
+    row_bytes = 4 * (steps.problem.head_dim + RECORD_HEAD)
+    store_record, block_barrier, mark = steps.store_record, steps.block_barrier, steps.mark(marks.EPILOGUE)
+    mark_maxima = steps.mark(marks.MAXIMA)
+    lane_index, warp_index, warps_of_block = steps.lane, steps.warp, steps.warps
+    thread_index, threads_of_block = steps.thread, steps.threads
+    no_maxima, maxima, no_totals, fold = steps.no_maxima, steps.maxima, steps.start_fold, steps.fold
+    write, write_record = steps.write, steps.write_record
 
     def finish(
         state: Any,
@@ -315,52 +306,38 @@ def build_finish(steps: Steps, normalise: bool) -> Callable[..., None]:
         splits: Any,
         first_row: Any,
         rows_all: Any,
-        thread: Any,
-        threads: Any,
     ) -> None:
-        lane, warp, warps = thread & 31, thread >> 5, threads >> 5
+        lane, warp, warps = lane_index(), warp_index(), warps_of_block()
         block_barrier()
         store_record(state, total, lane, base + warp * record)
         block_barrier()
-        for index in range(thread, rows * head_dim, threads):
-            mark()
-            row = index // head_dim
-            channel = index - row * head_dim
-            place = base + row * row_bytes
-            best = nothing()
+        best = no_maxima()
+        for each in range(warps):
+            mark_maxima()
+            best = maxima(best, base + each * record)
+        row = head * rows_all + first_row
+        for channel in range(thread_index(), end, threads_of_block()):
+            found = no_totals()
             for each in range(warps):
-                best = larger(best, load(place + each * record))
-            length, value = zero(), zero()
-            for each in range(warps):
-                here = place + each * record
-                weight = shrink(load(here), best)
-                length = add(length, times(weight, load(here + 4)))
-                value = add(value, times(weight, load(here + 8 + 4 * channel)))
-            if first_row + row < rows_all:
-                where = head * rows_all + first_row + row
-                if splits == 1:
-                    if normalise:
-                        value = divide(value, length)
-                    store_global(out + 4 * (where * head_dim + channel), value)
-                else:
-                    there = partials + (where * splits + split) * row_bytes
-                    store_global(there + 8 + 4 * channel, value)
-                    if channel == 0:
-                        store_global(there, best)
-                        store_global(there + 4, length)
+                mark()
+                found = fold(found, best, base + each * record, channel)
+            if splits == 1:
+                write(found, out + 4 * (row * head_dim + channel), rows_all - first_row)
+            else:
+                place = partials + (row * splits + split) * row_bytes
+                write_record(found, best, place, splits, channel, rows_all - first_row)
 
     return finish
 
 
-def build_merge(steps: Steps, normalise: bool) -> Kernel:
+def build_merge(steps: Steps) -> Kernel:
     """Combine the splits of one row, a block to a row."""
     head_dim = steps.problem.head_dim
-    row_bytes = 4 * (head_dim + RECORD_HEAD)
-    thread_index, threads_of_block = steps.thread, steps.threads
-    block_x = steps.block(0)
-    load, store_global = steps.load_global_float, steps.store_global_float
-    larger, shrink, times, add, divide = steps.larger, steps.shrink, steps.times, steps.add, steps.divide
-    zero, nothing, mark = steps.zero, steps.nothing, steps.mark(marks.MERGE)
+    end = np.int32(head_dim)
+    row_bytes = 4 * (steps.problem.head_dim + RECORD_HEAD)
+    thread_index, threads_of_block, block_x = steps.thread, steps.threads, steps.block(0)
+    larger, nothing, load, mark = steps.larger, steps.nothing, steps.load_global_float, steps.mark(marks.MERGE)
+    no_total, fold, write = steps.start_merge, steps.merge_fold, steps.merge_write
 
     def merge(partials: Any, out: Any, splits: Any) -> None:
         row, thread, threads = block_x(), thread_index(), threads_of_block()
@@ -368,29 +345,24 @@ def build_merge(steps: Steps, normalise: bool) -> Kernel:
         best = nothing()
         for split in range(splits):
             best = larger(best, load(base + split * row_bytes))
-        for channel in range(thread, head_dim, threads):
-            length, value = zero(), zero()
+        for channel in range(thread, end, threads):
+            total = no_total()
             for split in range(splits):
                 mark()
-                here = base + split * row_bytes
-                weight = shrink(load(here), best)
-                length = add(length, times(weight, load(here + 4)))
-                value = add(value, times(weight, load(here + 8 + 4 * channel)))
-            if normalise:
-                value = divide(value, length)
-            store_global(out + 4 * (row * head_dim + channel), value)
+                total = fold(total, best, base + split * row_bytes, channel)
+            write(total, out + 4 * (row * head_dim + channel))
 
     return merge
 
 
 def build_sv(steps: Steps) -> Kernel:
     """Values weighted by given probabilities."""
-    finish = steps.device(build_finish(steps, normalise=False))
+    finish = steps.device(build_finish(steps))
     weigh = steps.device(build_weigh(steps))
     rows = steps.rows
     v = steps.values
     v_scale_tile = v.contraction.groups * TILE * SCALE_BYTES if v.contraction.scaled else 0
-    thread_index, threads_of_block = steps.thread, steps.threads
+    lane_index, warp_index, warps_of_block, tiles_of = steps.lane, steps.warp, steps.warps, steps.tiles
     block_x, block_y, block_z = (steps.block(axis) for axis in range(3))
     block_barrier, warp_barrier, no_out = steps.block_barrier, steps.warp_barrier, steps.zeros_out
     v_place, slot_of, dither, accumulate = steps.value_place, steps.slot_of, steps.dither, steps.accumulate
@@ -409,12 +381,10 @@ def build_sv(steps: Steps) -> Kernel:
         rows_all: Any,
         splits: Any,
     ) -> None:
-        thread, threads = thread_index(), threads_of_block()
         head, split, first_row = block_x(), block_y(), block_z() * rows
-        lane, warp, warps = thread & 31, thread >> 5, threads >> 5
+        lane, warp, warps = lane_index(), warp_index(), warps_of_block()
         block_barrier()
-        tiles = (tokens + 31) >> 5
-        first, stop = tiles * split // splits, tiles * (split + 1) // splits
+        first, stop = tiles_of(tokens, 1, 0, split, splits, warp)
         values = v_place(v_words + head * v_stride, lane)
         value_scales = v_scales + head * v_scale_stride + 2 * lane
         source = x + 4 * (head * rows_all + first_row) * tokens
@@ -422,14 +392,14 @@ def build_sv(steps: Steps) -> Kernel:
         slot = mine + 4 * slot_of(lane)
         thresholds = dither(lane)
         state, total = no_state(), no_out()
-        for tile in range(first + warp, stop, warps):
+        for tile in range(first, stop, warps):
             mark()
             token = tile * 32 + lane
             weights = given(source, token, tokens, rows_all - first_row)
             weigh(weights, value_scales + tile * v_scale_tile, slot, mine, lane, thresholds)
             total = accumulate(total, values, tile, mine, lane)
             warp_barrier()
-        finish(state, total, out, partials, head, split, splits, first_row, rows_all, thread, threads)
+        finish(state, total, out, partials, head, split, splits, first_row, rows_all)
 
     return sv
 
@@ -438,7 +408,7 @@ def build_qk(steps: Steps) -> Kernel:
     """Scores of all tokens."""
     prepare = steps.device(build_prepare(steps))
     rows, head_dim, count = steps.rows, steps.problem.head_dim, steps.keys.count
-    thread_index, threads_of_block = steps.thread, steps.threads
+    lane_index, warp_index, warps_of_block, tiles_of = steps.lane, steps.warp, steps.warps, steps.tiles
     block_x, block_y, block_z = (steps.block(axis) for axis in range(3))
     k_place, token_of, k_scale_place = steps.key_place, steps.token_of, steps.key_scale_place
     small_place, factor_place, scores_of, no_scores = (
@@ -462,20 +432,16 @@ def build_qk(steps: Steps) -> Kernel:
         splits: Any,
         factor: Any,
     ) -> None:
-        thread, threads = thread_index(), threads_of_block()
         head, split, first_row = block_x(), block_y(), block_z() * rows
-        lane, warp, warps = thread & 31, thread >> 5, threads >> 5
-        prepare(
-            x + 4 * head_dim * (head * rows_all + first_row), rows_all - first_row, factor, thread, threads, 0, count
-        )
+        lane, warp, warps = lane_index(), warp_index(), warps_of_block()
+        prepare(x + 4 * head_dim * (head * rows_all + first_row), rows_all - first_row, factor, 0, count)
         block_barrier()
-        tiles = (tokens + 31) >> 5
-        first, stop = tiles * split // splits, tiles * (split + 1) // splits
+        first, stop = tiles_of(tokens, 1, 0, split, splits, warp)
         keys = k_place(k_words + head * k_stride, lane)
         key_scales = k_scale_place(k_scales + head * k_scale_stride, lane)
         small, factors, offset = small_place(lane), factor_place(lane), token_of(lane)
         target = out + 4 * (head * rows_all + first_row) * tokens
-        for tile in range(first + warp, stop, warps):
+        for tile in range(first, stop, warps):
             mark()
             sums = scores_of(no_scores(), keys, key_scales, small, factors, tile)
             store_scores(reduce_scores(sums, lane), target, tile * 32 + offset, tokens, rows_all - first_row)

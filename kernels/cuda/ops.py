@@ -46,6 +46,10 @@ class Ops(ABC):
         """The quotient of a number that is not negative, by a constant."""
 
     @abstractmethod
+    def quotient(self, a: Value, b: Value) -> Value:
+        """a / b of integers that are not negative, rounded down."""
+
+    @abstractmethod
     def wide_mul(self, a: Value, b: int) -> Value:
         """The 64-bit product with a constant."""
 

@@ -250,9 +250,8 @@ def _build(problem: Problem, candidate: Candidate, arch: str, marked: bool) -> P
     if problem.operator == "gemv":
         merge = Entry("merge_gemv", build_merge_gemv(steps), tuple(Parameter(*each) for each in MERGE_GEMV))
     elif values is not None:
-        normalise = problem.operator == "attend"
         name = f"merge_{problem.operator}_d{problem.head_dim}"
-        merge = Entry(name, build_merge(steps, normalise), tuple(Parameter(*each) for each in MERGE))
+        merge = Entry(name, build_merge(steps), tuple(Parameter(*each) for each in MERGE))
     return Program(problem, candidate, arch, main, merge, lay_out, keys, values)
 
 

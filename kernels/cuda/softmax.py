@@ -46,16 +46,19 @@ def warp_sum(ops: Ops, value: Value, lanes: int = LANES, integer: bool = False) 
 
 def seen(ops: Ops, rows: int, first_row: Value, tokens: Value, query_rows: Value, window: Value) -> tuple[Value, ...]:
     """First hidden token of each row, then first seen one; see `lowbit.kernels.reference.visible`."""
-    one = ops.i32(1)
+    zero, one = ops.i32(0), ops.i32(1)
     limits, firsts = [], []
+    position = ops.remainder(first_row, query_rows)
     for row in range(rows):
-        position = ops.remainder(ops.add(first_row, ops.i32(row)), query_rows)
+        if row:
+            following = ops.add(position, one)
+            position = ops.select_less(following, query_rows, following, zero)
         limit = ops.add(ops.sub(ops.add(tokens, one), query_rows), position)
         limit = ops.select_less(limit, one, one, limit)
         start = ops.sub(limit, window)
-        start = ops.select_less(start, ops.i32(0), ops.i32(0), start)
+        start = ops.select_less(start, zero, zero, start)
         limits.append(limit)
-        firsts.append(ops.select_less(window, one, ops.i32(0), start))
+        firsts.append(ops.select_less(window, one, zero, start))
     return (*limits, *firsts)
 
 

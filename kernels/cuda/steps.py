@@ -14,6 +14,8 @@ from .ops import Ops, Type, Value, step
 from .shared import Shared, Stage
 from .softmax import NOTHING
 
+WARP_BITS = 5
+
 RECORD_HEAD = 2
 """Floats of a row's record before its outputs: maximum and sum."""
 
@@ -51,6 +53,9 @@ class Steps:
         self._keys, self._values, self._marked, self._streams = keys, values, marked, streams
         self.thread = step(lambda ops: ops.thread(), [], "i32")
         self.threads = step(lambda ops: ops.threads(), [], "i32")
+        self.lane = step(lambda ops: ops.and_(ops.thread(), ops.i32(LANES - 1)), [], "i32")
+        self.warp = step(lambda ops: ops.shift_right(ops.thread(), WARP_BITS), [], "i32")
+        self.warps = step(lambda ops: ops.shift_right(ops.threads(), WARP_BITS), [], "i32")
         self.block_barrier = step(lambda ops: ops.block_barrier(), [], None)
         self.warp_barrier = step(lambda ops: ops.warp_barrier(), [], None)
         self._blocks = [step(lambda ops, axis=axis: ops.block(axis), [], "i32") for axis in range(3)]
@@ -59,6 +64,7 @@ class Steps:
             self._key_steps(keys)
         if values is not None:
             self._value_steps(values)
+            self._record_steps()
         if keys is not None and values is not None:
             self._softmax_steps()
         if shared.stage is not None:
@@ -98,10 +104,9 @@ class Steps:
         self.zero = step(lambda ops: ops.f32(0.0), [], "f32")
         self.nothing = step(lambda ops: ops.f32(NOTHING), [], "f32")
         self.larger = step(lambda ops, a, b: ops.fmax(a, b), pair, "f32")
-        self.times = step(lambda ops, a, b: ops.fmul(a, b), pair, "f32")
         self.add = step(lambda ops, a, b: ops.fadd(a, b), pair, "f32")
-        self.divide = step(lambda ops, a, b: ops.fmul(a, ops.reciprocal(b)), pair, "f32")
-        self.shrink = step(lambda ops, a, b: ops.exp2(ops.fadd(a, ops.fmul(b, ops.f32(-1.0)))), pair, "f32")
+        self.split_of = step(_split_of, ["i32"] * 4, ("i32", 2))
+        self.tiles = step(_tiles, ["i32"] * 6, ("i32", 2))
         self.load_shared_float = step(lambda ops, at: ops.as_float(*ops.load_shared(at, 0, 1)), ["i32"], "f32")
         self.load_global_float = step(lambda ops, at: ops.as_float(*ops.load_global(at, 0, 1, False)), ["i64"], "f32")
         self.store_global_float = step(
@@ -166,6 +171,23 @@ class Steps:
         self.store_scores = step(store_scores, [rows, "i64", "i32", "i32", "i32"], None)
         self.scores = self._scores(keys, sums)
         at = self.shared.small
+        groups, group_step, slots = c.groups, keys.group_step, keys.slots
+
+        def group_units(ops: Ops, first: Value, stop: Value, warp: Value) -> tuple[Value, Value]:
+            """A warp's first (group, row) pair of a range of steps, and the range's end."""
+            count = ops.i32(self.rows)
+            last = ops.mul(stop, ops.i32(group_step)) if keys.count > 1 else ops.i32(groups)
+            last = ops.select_less(stop, ops.i32(keys.count), last, ops.i32(groups))
+            start = ops.mul(first, ops.i32(group_step))
+            return ops.add(ops.mul(start, count), warp), ops.mul(last, count)
+
+        def slot_units(ops: Ops, first: Value, stop: Value, thread: Value) -> tuple[Value, Value]:
+            """A thread's first (slot, row) pair of a range of steps, and the range's end."""
+            each = ops.i32(self.rows * slots)
+            return ops.add(ops.mul(first, each), thread), ops.mul(stop, each)
+
+        self.group_units = step(group_units, ["i32"] * 3, ("i32", 2))
+        self.slot_units = step(slot_units, ["i32"] * 3, ("i32", 2))
         self.round_group = step(
             lambda ops, *given: queries.round_group(ops, keys, head_dim, at, *given),
             ["i64", "i32", "i32", "i32", "i32", "i32", "f32"],
@@ -304,6 +326,84 @@ class Steps:
         self.store_record = step(store_record, [state, outputs, "i32", "i32"], None)
         self.given_weights = step(given_weights, ["i64", "i32", "i32", "i32"], rows)
 
+    # -- results --------------------------------------------------------------------------------------------------
+
+    def _record_steps(self) -> None:
+        """A row's record is a maximum, a sum and its outputs; records of warps, then of splits, are folded."""
+        rows, head_dim = self.rows, self.problem.head_dim
+        row_bytes = 4 * (RECORD_HEAD + head_dim)
+        each: Type = ("f32", rows)
+        totals: Type = ("f32", 2 * rows)
+        normalise = self.problem.operator == "attend"
+
+        def maxima(ops: Ops, best: Sequence[Value], place: Value) -> tuple[Value, ...]:
+            loaded = [ops.as_float(*ops.load_shared(place, row * row_bytes, 1)) for row in range(rows)]
+            return tuple(ops.fmax(a, b) for a, b in zip(best, loaded, strict=True))
+
+        def fold(
+            ops: Ops, total: Sequence[Value], best: Sequence[Value], place: Value, channel: Value
+        ) -> tuple[Value, ...]:
+            here = ops.add(place, ops.shift_left(channel, 2))
+            lengths, values = [], []
+            for row in range(rows):
+                maximum, length = (ops.as_float(word) for word in ops.load_shared(place, row * row_bytes, 2))
+                value = ops.as_float(*ops.load_shared(here, row * row_bytes + 4 * RECORD_HEAD, 1))
+                found = _folded(ops, total[row], total[rows + row], best[row], maximum, length, value)
+                lengths.append(found[0])
+                values.append(found[1])
+            return (*lengths, *values)
+
+        def result(ops: Ops, length: Value, value: Value) -> Value:
+            return ops.fmul(value, ops.reciprocal(length)) if normalise else value
+
+        def write(ops: Ops, total: Sequence[Value], place: Value, live: Value) -> None:
+            for row in range(rows):
+                value = result(ops, total[row], total[rows + row])
+                at = ops.address(place, ops.i32(4 * row * head_dim))
+                ops.store_global_if_less(ops.i32(row), live, at, value)
+
+        def write_record(
+            ops: Ops,
+            total: Sequence[Value],
+            best: Sequence[Value],
+            place: Value,
+            splits: Value,
+            channel: Value,
+            live: Value,
+        ) -> None:
+            pitch = ops.mul(splits, ops.i32(row_bytes))
+            for row in range(rows):
+                number = ops.i32(row)
+                head = ops.select_less(channel, ops.i32(1), number, live)
+                ops.store_global_if_less(head, live, place, best[row])
+                ops.store_global_if_less(head, live, ops.address(place, ops.i32(4)), total[row])
+                at = ops.address(ops.address(place, ops.i32(4 * RECORD_HEAD)), ops.shift_left(channel, 2))
+                ops.store_global_if_less(number, live, at, total[rows + row])
+                place = ops.address(place, pitch)
+
+        def merge_fold(
+            ops: Ops, total: Sequence[Value], best: Value, place: Value, channel: Value
+        ) -> tuple[Value, ...]:
+            maximum, length = (ops.as_float(*ops.load_global(place, 4 * i, 1, False)) for i in range(2))
+            here = ops.address(place, ops.shift_left(channel, 2))
+            value = ops.as_float(*ops.load_global(here, 4 * RECORD_HEAD, 1, False))
+            return _folded(ops, total[0], total[1], best, maximum, length, value)
+
+        one: Type = ("f32", 2)
+        self.no_maxima = step(lambda ops: (ops.f32(NOTHING),) * rows, [], each)
+        self.maxima = step(maxima, [each, "i32"], each)
+        self.start_fold = step(lambda ops: (ops.f32(0.0),) * (2 * rows), [], totals)
+        self.fold = step(fold, [totals, each, "i32", "i32"], totals)
+        self.write = step(write, [totals, "i64", "i32"], None)
+        self.write_record = step(write_record, [totals, each, "i64", "i32", "i32", "i32"], None)
+        self.start_merge = step(lambda ops: (ops.f32(0.0),) * 2, [], one)
+        self.merge_fold = step(merge_fold, [one, "f32", "i64", "i32"], one)
+        self.merge_write = step(
+            lambda ops, total, at: ops.store_global_if_less(ops.i32(0), ops.i32(1), at, result(ops, *total)),
+            [one, "i64"],
+            None,
+        )
+
     # -- stages ---------------------------------------------------------------------------------------------------
 
     def _stage_steps(self, stage: Stage, stages: int) -> None:
@@ -342,6 +442,34 @@ class Steps:
         self.weights_of = step(lambda ops, given: given[2 * rows : 3 * rows], [found], each)
         self.shrinks_of = step(lambda ops, given: given[3 * rows :], [found], each)
         self.rescale = step(rescale, [outputs, each], outputs)
+
+
+def _split_of(ops: Ops, count: Value, split: Value, splits: Value, warp: Value) -> tuple[Value, Value]:
+    """A warp's first of the split's range of ``count`` things, and the range's end. 32-bit loop bounds are cheap."""
+    first = ops.quotient(ops.mul(count, split), splits)
+    stop = ops.quotient(ops.mul(count, ops.add(split, ops.i32(1))), splits)
+    return ops.add(first, warp), stop
+
+
+def _tiles(
+    ops: Ops, tokens: Value, query_rows: Value, window: Value, split: Value, splits: Value, warp: Value
+) -> tuple[Value, Value]:
+    """The same of tiles, from the first that a window lets any row see."""
+    zero, one = ops.i32(0), ops.i32(1)
+    count = ops.shift_right(ops.add(tokens, ops.i32(TILE - 1)), WARP_BITS)
+    start = ops.sub(ops.sub(ops.add(tokens, one), query_rows), window)
+    start = ops.select_less(window, one, zero, ops.select_less(start, zero, zero, start))
+    hidden = ops.shift_right(start, WARP_BITS)
+    first, stop = _split_of(ops, ops.sub(count, hidden), split, splits, warp)
+    return ops.add(first, hidden), ops.add(stop, hidden)
+
+
+def _folded(
+    ops: Ops, length: Value, value: Value, best: Value, maximum: Value, more: Value, output: Value
+) -> tuple[Value, Value]:
+    """Sum and output with those of another record, whose maximum may be below the common one."""
+    weight = ops.exp2(ops.fadd(maximum, ops.fmul(best, ops.f32(-1.0))))
+    return ops.ffma(weight, more, length), ops.ffma(weight, output, value)
 
 
 def keys_first(keys: KeyStep) -> int:

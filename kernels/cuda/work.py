@@ -116,7 +116,9 @@ def _cache_work(program: Program, geometry: Geometry, tokens: int) -> Work:
             pairs = -(-launch.rows * values.contraction.groups // PAIRS)
             total[marks.WEIGHTS] = total[marks.TILE] * pairs
             longest[marks.WEIGHTS] = longest[marks.TILE] * pairs
-        _block_loop(marks.EPILOGUE, launch.rows * problem.head_dim / LANES, blocks, launch.warps, total, longest)
+        folds = -(-problem.head_dim // geometry.threads) * launch.warps
+        _warp_loop(marks.EPILOGUE, folds, blocks * launch.warps, total, longest)
+        _warp_loop(marks.MAXIMA, launch.warps, blocks * launch.warps, total, longest)
     return Work(geometry, total, longest, tuple(accesses))
 
 
@@ -129,7 +131,8 @@ def _matrix_work(program: Program, geometry: Geometry) -> Work:
     longest = {marks.K_STEP: float(-(-keys.steps_of_split(splits) // launch.warps))}
     each = keys.contraction.groups if keys.contraction.integer else -(-len(keys.contraction.order) // LANES)
     _block_loop(marks.PROLOGUE, each * launch.rows / splits, blocks, launch.warps, total, longest)
-    _block_loop(marks.EPILOGUE, launch.rows, blocks, launch.warps, total, longest)
+    sums = -(-launch.rows // launch.warps) * launch.warps
+    _warp_loop(marks.EPILOGUE, sums, blocks * launch.warps, total, longest)
     return Work(geometry, total, longest, tuple(_key_accesses(keys, marks.K_STEP, False)))
 
 
@@ -139,6 +142,11 @@ def _block_loop(
     """Passes of a loop whose units the warps of a block share."""
     each = max(-(-units // warps), 1.0)
     total[mark], longest[mark] = float(blocks * each * warps), float(each)
+
+
+def _warp_loop(mark: int, passes: int, warps: int, total: dict[int, float], longest: dict[int, float]) -> None:
+    """Passes of a loop that every warp makes as often."""
+    total[mark], longest[mark] = float(passes * warps), float(passes)
 
 
 def _copies(stage: Stage) -> list[WarpAccess]:
