@@ -17,10 +17,6 @@ class Features(Protocol):
     """What a cost model reads about one call of one candidate; each kind of device has its own."""
 
     @property
-    def bytes(self) -> float:
-        """Bytes that the call reads from memory if no cache holds them."""
-
-    @property
     def unpack_ops_per_32(self) -> float:
         """Unpacking instructions for each 32 values of the packed operands."""
 

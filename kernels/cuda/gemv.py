@@ -32,19 +32,21 @@ MERGE_GEMV = (("partials", "pointer"), ("out", "pointer"), ("tokens", "int32"), 
 
 def build_gemv(steps: Steps) -> Callable[..., None]:
     """The products of 32 rows, or of a range of their columns; ``rows_all`` are the vectors."""
-    prepare = steps.device(build_prepare(steps))
-    keys, rows, columns = steps.keys, steps.rows, steps.problem.head_dim
+    k = steps.keys
+    control = steps.control
+    prepare = control.device(build_prepare(steps))
+    keys, rows, columns = k.keys, steps.rows, steps.problem.head_dim
     count, data_bytes, step_bytes, step_factors = keys.count, keys.data_bytes, keys.step_bytes, keys.step_factors
-    tile_bytes, scale_tile, scale_bytes = steps.key_tile_bytes, steps.key_scale_tile, steps.key_scale_step
-    thread_index, threads_of_block, split_of = steps.thread, steps.threads, steps.split_of
-    lane_index, warp_index, warps_of_block = steps.lane, steps.warp, steps.warps
-    block_x, block_y, block_z = (steps.block(axis) for axis in range(3))
-    block_barrier, key_step, no_scores, reduce = steps.block_barrier, steps.key_step, steps.zeros_scores, steps.reduce
-    k_place, k_scale_place = steps.key_place, steps.key_scale_place
-    small_place, factor_place, token_of = steps.key_small_place, steps.key_factor_place, steps.token_of
-    store_rows, load, add, zero = steps.store_rows, steps.load_shared_float, steps.add, steps.zero
-    store_global, results = steps.store_global_float, np.int32(rows * TILE)
-    mark, mark_end = steps.mark(marks.K_STEP), steps.mark(marks.EPILOGUE)
+    tile_bytes, scale_tile, scale_bytes = k.tile_bytes, k.scale_tile, k.scale_step
+    thread_index, threads_of_block, split_of = control.thread, control.threads, control.split_of
+    lane_index, warp_index, warps_of_block = control.lane, control.warp, control.warps
+    block_x, block_y, block_z = (control.block(axis) for axis in range(3))
+    block_barrier, key_step, no_scores, reduce = control.block_barrier, k.step, k.zeros, k.reduce
+    k_place, k_scale_place = k.place, k.scale_place
+    small_place, factor_place, token_of = k.small_place, k.factor_place, k.token_of
+    store_rows, load, add, zero = k.store_rows, control.load_shared_float, control.add, control.zero
+    store_global, results = control.store_global_float, np.int32(rows * TILE)
+    mark, mark_end = control.mark(marks.K_STEP), control.mark(marks.EPILOGUE)
 
     def gemv(
         k_words: Any,
@@ -99,9 +101,10 @@ def build_gemv(steps: Steps) -> Callable[..., None]:
 
 def build_merge_gemv(steps: Steps) -> Callable[..., None]:
     """Add the splits' products, a thread to a result."""
-    thread_index, threads_of_block, block_x = steps.thread, steps.threads, steps.block(0)
-    load, store_global, add, zero = steps.load_global_float, steps.store_global_float, steps.add, steps.zero
-    mark = steps.mark(marks.MERGE)
+    control = steps.control
+    thread_index, threads_of_block, block_x = control.thread, control.threads, control.block(0)
+    load, store_global, add, zero = control.load_global_float, control.store_global_float, control.add, control.zero
+    mark = control.mark(marks.MERGE)
 
     def merge(partials: Any, out: Any, tokens: Any, rows_all: Any, splits: Any) -> None:
         index = block_x() * threads_of_block() + thread_index()

@@ -17,8 +17,9 @@ import numpy as np
 from . import marks
 from .contraction import SCALE_BYTES
 from .mapping import TILE
+from .records import RECORD_HEAD
 from .softmax import PAIRS
-from .steps import RECORD_HEAD, Steps
+from .steps import Steps
 
 Kernel = Callable[..., None]
 
@@ -71,11 +72,13 @@ MERGE = (("partials", "pointer"), ("out", "pointer"), ("splits", "int32"))
 
 def build_prepare(steps: Steps) -> Callable[..., None]:
     """Store a block's rows of queries in shared memory, of the steps from ``first`` to ``stop``."""
-    rows, head_dim, keys = steps.rows, steps.problem.head_dim, steps.keys
-    lane_index, warp_index, warps_of_block = steps.lane, steps.warp, steps.warps
-    thread_index, threads_of_block = steps.thread, steps.threads
-    group_units, slot_units = steps.group_units, steps.slot_units
-    round_group, copy_float, mark = steps.round_group, steps.copy_float, steps.mark(marks.PROLOGUE)
+    k = steps.keys
+    control = steps.control
+    rows, head_dim, keys = steps.rows, steps.problem.head_dim, k.keys
+    lane_index, warp_index, warps_of_block = control.lane, control.warp, control.warps
+    thread_index, threads_of_block = control.thread, control.threads
+    group_units, slot_units = k.group_units, k.slot_units
+    round_group, copy_float, mark = k.round_group, k.copy_float, control.mark(marks.PROLOGUE)
 
     def integers(x: Any, live_rows: Any, factor: Any, first: Any, stop: Any) -> None:
         lane = lane_index()
@@ -103,21 +106,23 @@ def build_prepare(steps: Steps) -> Callable[..., None]:
 
 def build_attend(steps: Steps) -> Kernel:
     """Fused decode attention."""
-    prepare = steps.device(build_prepare(steps))
-    finish = steps.device(build_finish(steps))
-    weigh = steps.device(build_weigh(steps))
-    rows, head_dim, count = steps.rows, steps.problem.head_dim, steps.keys.count
-    v = steps.values
-    v_scale_tile = v.contraction.groups * TILE * SCALE_BYTES if v.contraction.scaled else 0
-    lane_index, warp_index, warps_of_block, tiles_of = steps.lane, steps.warp, steps.warps, steps.tiles
-    block_x, block_y, block_z = (steps.block(axis) for axis in range(3))
-    block_barrier, warp_barrier = steps.block_barrier, steps.warp_barrier
-    k_place, v_place, token_of, slot_of = steps.key_place, steps.value_place, steps.token_of, steps.slot_of
-    k_scale_place, small_place, factor_place = steps.key_scale_place, steps.key_small_place, steps.key_factor_place
-    scores_of, no_scores, no_state, no_out = steps.scores, steps.zeros_scores, steps.start, steps.zeros_out
-    seen, update, rescale, accumulate = steps.seen, steps.update, steps.rescale, steps.accumulate
-    state_of, weights_of, shrinks_of, dither = steps.state_of, steps.weights_of, steps.shrinks_of, steps.dither
-    reduce_scores, mark = steps.reduce, steps.mark(marks.TILE)
+    k, v = steps.keys, steps.values
+    control = steps.control
+    online = steps.online()
+    prepare = control.device(build_prepare(steps))
+    finish = control.device(build_finish(steps))
+    weigh = control.device(build_weigh(steps))
+    rows, head_dim, count = steps.rows, steps.problem.head_dim, k.keys.count
+    v_scale_tile = v.values.contraction.groups * TILE * SCALE_BYTES if v.values.contraction.scaled else 0
+    lane_index, warp_index, warps_of_block, tiles_of = control.lane, control.warp, control.warps, control.tiles
+    block_x, block_y, block_z = (control.block(axis) for axis in range(3))
+    block_barrier, warp_barrier = control.block_barrier, control.warp_barrier
+    k_place, v_place, token_of, slot_of = k.place, v.place, k.token_of, v.slot_of
+    k_scale_place, small_place, factor_place = k.scale_place, k.small_place, k.factor_place
+    scores_of, no_scores, no_state, no_out = k.sums, k.zeros, v.start, v.zeros
+    seen, update, rescale, accumulate = online.seen, online.update, online.rescale, v.accumulate
+    state_of, weights_of, shrinks_of, dither = online.state_of, online.weights_of, online.shrinks_of, v.dither
+    reduce_scores, mark = k.reduce, control.mark(marks.TILE)
     warp_base, warp_bytes = steps.shared.warps, steps.shared.warp
 
     def attend(
@@ -173,23 +178,26 @@ def build_attend(steps: Steps) -> Kernel:
 
 def build_staged_attend(steps: Steps) -> Kernel:
     """The same with tiles that pass through shared memory: a warp asks for a tile some tiles before it needs it."""
-    prepare = steps.device(build_prepare(steps))
-    finish = steps.device(build_finish(steps))
-    weigh = steps.device(build_weigh(steps))
-    rows, head_dim, count = steps.rows, steps.problem.head_dim, steps.keys.count
+    k, v = steps.keys, steps.values
+    control = steps.control
+    online, ring = steps.online(), steps.ring()
+    prepare = control.device(build_prepare(steps))
+    finish = control.device(build_finish(steps))
+    weigh = control.device(build_weigh(steps))
+    rows, head_dim, count = steps.rows, steps.problem.head_dim, k.keys.count
     stage, stages = steps.shared.stage, steps.shared.stages
     assert stage is not None
     _, key_scales_at, values_at, value_scales_at = stage.places
     stage_bytes, ring_bytes = stage.nbytes, steps.shared.ring_bytes
-    lane_index, warp_index, warps_of_block, tiles_of = steps.lane, steps.warp, steps.warps, steps.tiles
-    block_x, block_y, block_z = (steps.block(axis) for axis in range(3))
-    block_barrier, warp_barrier, wait = steps.block_barrier, steps.warp_barrier, steps.wait
-    k_place, v_place, token_of, slot_of = steps.key_place, steps.value_place, steps.token_of, steps.slot_of
-    k_scale_place, small_place, factor_place = steps.key_scale_place, steps.key_small_place, steps.key_factor_place
-    scores_of, no_scores, no_state, no_out = steps.scores, steps.zeros_scores, steps.start, steps.zeros_out
-    seen, update, rescale, accumulate = steps.seen, steps.update, steps.rescale, steps.accumulate
-    state_of, weights_of, shrinks_of, dither = steps.state_of, steps.weights_of, steps.shrinks_of, steps.dither
-    reduce, copy_tile, four, mark = steps.reduce, steps.copy_tile, steps.four, steps.mark(marks.TILE)
+    lane_index, warp_index, warps_of_block, tiles_of = control.lane, control.warp, control.warps, control.tiles
+    block_x, block_y, block_z = (control.block(axis) for axis in range(3))
+    block_barrier, warp_barrier, wait = control.block_barrier, control.warp_barrier, ring.wait
+    k_place, v_place, token_of, slot_of = k.place, v.place, k.token_of, v.slot_of
+    k_scale_place, small_place, factor_place = k.scale_place, k.small_place, k.factor_place
+    scores_of, no_scores, no_state, no_out = k.sums, k.zeros, v.start, v.zeros
+    seen, update, rescale, accumulate = online.seen, online.update, online.rescale, v.accumulate
+    state_of, weights_of, shrinks_of, dither = online.state_of, online.weights_of, online.shrinks_of, v.dither
+    reduce, copy_tile, four, mark = k.reduce, ring.copy_tile, ring.four, control.mark(marks.TILE)
     warp_base, warp_bytes = steps.shared.warps, steps.shared.warp
 
     def attend(
@@ -259,9 +267,11 @@ def build_staged_attend(steps: Steps) -> Kernel:
 
 def build_weigh(steps: Steps) -> Callable[..., None]:
     """Make the weights of a tile's tokens what the values' step reads: floats, or codes with a factor."""
-    store_products, round_weights = steps.store_products, steps.round_weights
-    warp_barrier, mark = steps.warp_barrier, steps.mark(marks.WEIGHTS)
-    pairs = steps.rows * steps.values.contraction.groups
+    v = steps.values
+    control = steps.control
+    store_products, round_weights = v.store_products, v.round_weights
+    warp_barrier, mark = control.warp_barrier, control.mark(marks.WEIGHTS)
+    pairs = steps.rows * v.values.contraction.groups
     weights_at = steps.shared.products
     factors_at = weights_at + steps.shared.weights
 
@@ -280,21 +290,23 @@ def build_weigh(steps: Steps) -> Callable[..., None]:
         store_products(weights, scales, slot)
         warp_barrier()
 
-    return integers if steps.values.contraction.integer else floats
+    return integers if v.values.contraction.integer else floats
 
 
 def build_finish(steps: Steps) -> Callable[..., None]:
     """Combine the warps of a block, and write the result, or a record of it if there are more splits."""
+    control = steps.control
+    records = steps.records()
     head_dim = steps.problem.head_dim
     end = np.int32(head_dim)  # loops over 32-bit numbers are cheap
     base, record = steps.shared.warps, steps.shared.record
     row_bytes = 4 * (steps.problem.head_dim + RECORD_HEAD)
-    store_record, block_barrier, mark = steps.store_record, steps.block_barrier, steps.mark(marks.EPILOGUE)
-    mark_maxima = steps.mark(marks.MAXIMA)
-    lane_index, warp_index, warps_of_block = steps.lane, steps.warp, steps.warps
-    thread_index, threads_of_block = steps.thread, steps.threads
-    no_maxima, maxima, no_totals, fold = steps.no_maxima, steps.maxima, steps.start_fold, steps.fold
-    write, write_record = steps.write, steps.write_record
+    store_record, block_barrier, mark = records.store, control.block_barrier, control.mark(marks.EPILOGUE)
+    mark_maxima = control.mark(marks.MAXIMA)
+    lane_index, warp_index, warps_of_block = control.lane, control.warp, control.warps
+    thread_index, threads_of_block = control.thread, control.threads
+    no_maxima, maxima, no_totals, fold = records.no_maxima, records.maxima, records.start_fold, records.fold
+    write, write_record = records.write, records.write_record
 
     def finish(
         state: Any,
@@ -332,12 +344,14 @@ def build_finish(steps: Steps) -> Callable[..., None]:
 
 def build_merge(steps: Steps) -> Kernel:
     """Combine the splits of one row, a block to a row."""
+    control = steps.control
+    records = steps.records()
     head_dim = steps.problem.head_dim
     end = np.int32(head_dim)
     row_bytes = 4 * (steps.problem.head_dim + RECORD_HEAD)
-    thread_index, threads_of_block, block_x = steps.thread, steps.threads, steps.block(0)
-    larger, nothing, load, mark = steps.larger, steps.nothing, steps.load_global_float, steps.mark(marks.MERGE)
-    no_total, fold, write = steps.start_merge, steps.merge_fold, steps.merge_write
+    thread_index, threads_of_block, block_x = control.thread, control.threads, control.block(0)
+    larger, nothing, load, mark = control.larger, control.nothing, control.load_global_float, control.mark(marks.MERGE)
+    no_total, fold, write = records.start_merge, records.merge_fold, records.merge_write
 
     def merge(partials: Any, out: Any, splits: Any) -> None:
         row, thread, threads = block_x(), thread_index(), threads_of_block()
@@ -357,16 +371,17 @@ def build_merge(steps: Steps) -> Kernel:
 
 def build_sv(steps: Steps) -> Kernel:
     """Values weighted by given probabilities."""
-    finish = steps.device(build_finish(steps))
-    weigh = steps.device(build_weigh(steps))
-    rows = steps.rows
     v = steps.values
-    v_scale_tile = v.contraction.groups * TILE * SCALE_BYTES if v.contraction.scaled else 0
-    lane_index, warp_index, warps_of_block, tiles_of = steps.lane, steps.warp, steps.warps, steps.tiles
-    block_x, block_y, block_z = (steps.block(axis) for axis in range(3))
-    block_barrier, warp_barrier, no_out = steps.block_barrier, steps.warp_barrier, steps.zeros_out
-    v_place, slot_of, dither, accumulate = steps.value_place, steps.slot_of, steps.dither, steps.accumulate
-    given, no_state, mark = steps.given_weights, steps.start, steps.mark(marks.TILE)
+    control = steps.control
+    finish = control.device(build_finish(steps))
+    weigh = control.device(build_weigh(steps))
+    rows = steps.rows
+    v_scale_tile = v.values.contraction.groups * TILE * SCALE_BYTES if v.values.contraction.scaled else 0
+    lane_index, warp_index, warps_of_block, tiles_of = control.lane, control.warp, control.warps, control.tiles
+    block_x, block_y, block_z = (control.block(axis) for axis in range(3))
+    block_barrier, warp_barrier, no_out = control.block_barrier, control.warp_barrier, v.zeros
+    v_place, slot_of, dither, accumulate = v.place, v.slot_of, v.dither, v.accumulate
+    given, no_state, mark = v.given_weights, v.start, control.mark(marks.TILE)
     warp_base, warp_bytes = steps.shared.warps, steps.shared.warp
 
     def sv(
@@ -406,19 +421,16 @@ def build_sv(steps: Steps) -> Kernel:
 
 def build_qk(steps: Steps) -> Kernel:
     """Scores of all tokens."""
-    prepare = steps.device(build_prepare(steps))
-    rows, head_dim, count = steps.rows, steps.problem.head_dim, steps.keys.count
-    lane_index, warp_index, warps_of_block, tiles_of = steps.lane, steps.warp, steps.warps, steps.tiles
-    block_x, block_y, block_z = (steps.block(axis) for axis in range(3))
-    k_place, token_of, k_scale_place = steps.key_place, steps.token_of, steps.key_scale_place
-    small_place, factor_place, scores_of, no_scores = (
-        steps.key_small_place,
-        steps.key_factor_place,
-        steps.scores,
-        steps.zeros_scores,
-    )
-    reduce_scores, store_scores, block_barrier = steps.reduce, steps.store_scores, steps.block_barrier
-    mark = steps.mark(marks.TILE)
+    k = steps.keys
+    control = steps.control
+    prepare = control.device(build_prepare(steps))
+    rows, head_dim, count = steps.rows, steps.problem.head_dim, k.keys.count
+    lane_index, warp_index, warps_of_block, tiles_of = control.lane, control.warp, control.warps, control.tiles
+    block_x, block_y, block_z = (control.block(axis) for axis in range(3))
+    k_place, token_of, k_scale_place = k.place, k.token_of, k.scale_place
+    small_place, factor_place, scores_of, no_scores = k.small_place, k.factor_place, k.sums, k.zeros
+    reduce_scores, store_scores, block_barrier = k.reduce, k.store_scores, control.block_barrier
+    mark = control.mark(marks.TILE)
 
     def qk(
         k_words: Any,

@@ -13,13 +13,16 @@ from ..errors import CompileError, LayoutError
 from ..problem import Problem
 from ..reference import softmax_scale
 from .arch import limits
-from .contraction import KeyStep, ValueTile, contraction
+from .contraction import contraction
 from .gemv import GEMV, MERGE_GEMV, build_gemv, build_merge_gemv
+from .key_tile import KeyTile
 from .mapping import LANES, TILE, Infeasible, Tiling, key_tilings, value_tilings
 from .operators import ATTEND, MERGE, QK, SV, build_attend, build_merge, build_qk, build_staged_attend, build_sv
+from .records import RECORD_HEAD
 from .shared import Shared, shared
 from .staging import stage_of
-from .steps import RECORD_HEAD, Steps
+from .steps import steps as make_steps
+from .value_tile import ValueTile
 
 SECTOR = 32
 """Bytes that memory transfers at once."""
@@ -91,7 +94,7 @@ class Program:
     merge : Entry or None
         Combines the splits' partial results; None where there are none.
     shared : Shared
-    keys : KeyStep or None
+    keys : KeyTile or None
     values : ValueTile or None
     """
 
@@ -101,7 +104,7 @@ class Program:
     main: Entry
     merge: Entry | None
     shared: Shared
-    keys: KeyStep | None
+    keys: KeyTile | None
     values: ValueTile | None
 
     def geometry(self, tokens: int) -> Geometry:
@@ -241,7 +244,7 @@ def _build(problem: Problem, candidate: Candidate, arch: str, marked: bool) -> P
         (keys is not None and whole_sectors(keys.contraction.tiling)),
         (values is not None and whole_sectors(values.contraction.tiling)),
     )
-    steps = Steps(problem, rows, keys, values, lay_out, marked, streams)
+    steps = make_steps(problem, rows, keys, values, lay_out, marked, streams)
     make, parameters = BUILDERS[problem.operator]
     make = build_staged_attend if stage is not None else make
     symbol = _symbol(problem, candidate, arch)
@@ -255,7 +258,7 @@ def _build(problem: Problem, candidate: Candidate, arch: str, marked: bool) -> P
     return Program(problem, candidate, arch, main, merge, lay_out, keys, values)
 
 
-def _keys(problem: Problem, candidate: Candidate) -> KeyStep:
+def _keys(problem: Problem, candidate: Candidate) -> KeyTile:
     layout, launch = candidate.k, candidate.launch
     assert layout is not None
     pipeline = candidate.pipeline if problem.stored("k").bits == 4 or candidate.pipeline != RAW else "integer"
@@ -263,7 +266,7 @@ def _keys(problem: Problem, candidate: Candidate) -> KeyStep:
     for tiling in key_tilings(layout, problem.head_dim, launch.lanes):
         try:
             found = contraction(tiling, layout.packing, pipeline, problem.head_dim, launch.rows)
-            return KeyStep(found, launch.loads)
+            return KeyTile(found, launch.loads)
         except Infeasible as error:
             reason = reason or error
     raise CompileError(f"K: {reason}")

@@ -6,12 +6,13 @@ Rounding is that of `lowbit.kernels.reference.rounded_queries`. The float pipeli
 from __future__ import annotations
 
 from ..quantize import ACTIVATION_LARGEST_CODE
-from .contraction import FACTOR_BYTES, KeyStep
+from .contraction import FACTOR_BYTES
+from .key_tile import KeyTile
 from .ops import MAGIC, MAGIC_BITS, Ops, Value
 from .softmax import TINY, warp_max, warp_sum
 
 
-def slot_place(ops: Ops, step: KeyStep, at: int, channel: Value, row: Value, first_step: Value) -> Value:
+def slot_place(ops: Ops, step: KeyTile, at: int, channel: Value, row: Value, first_step: Value) -> Value:
     """Byte of shared memory of a channel's slot; ``first_step`` is the first one that the block has."""
     c = step.contraction
     number = ops.divide(channel, step.slots)
@@ -32,7 +33,7 @@ def load_query(ops: Ops, row: Value, channel: Value, live: Value, head_dim: int)
 
 def round_group(
     ops: Ops,
-    step: KeyStep,
+    step: KeyTile,
     head_dim: int,
     at: int,
     source: Value,
@@ -81,7 +82,7 @@ def round_group(
 
 def copy_float(
     ops: Ops,
-    step: KeyStep,
+    step: KeyTile,
     head_dim: int,
     at: int,
     source: Value,

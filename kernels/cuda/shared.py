@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .contraction import FACTOR_BYTES, Contraction, KeyStep
+from .contraction import FACTOR_BYTES, Contraction
+from .key_tile import KeyTile
 from .mapping import TILE
 
 
@@ -97,13 +98,13 @@ class Shared:
         working = self.ring(warps) + warps * self.ring_bytes if self.stage else self.warps + warps * self.warp
         return max(working, self.warps + warps * self.record)
 
-    def gemv_total(self, keys: KeyStep, warps: int, splits: int) -> int:
+    def gemv_total(self, keys: KeyTile, warps: int, splits: int) -> int:
         """Dynamic shared memory of a block of gemv, which needs a split's vectors; warps' results then replace them."""
         return max(self.small + keys.steps_of_split(splits) * keys.step_bytes, warps * self.record)
 
 
 def shared(
-    keys: KeyStep | None, values: Contraction | None, rows: int, head_dim: int, stage: Stage | None, stages: int
+    keys: KeyTile | None, values: Contraction | None, rows: int, head_dim: int, stage: Stage | None, stages: int
 ) -> Shared:
     """Shared memory of a kernel that reads ``keys``, ``values`` or both."""
     pairs = rows * values.groups if values is not None else 0

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from ..errors import CompileError
 from .contraction import SCALE_BYTES, Contraction, swizzled
 from .mapping import LANES, TILE
-from .ops import Ops, Value
+from .ops import Ops, Value, step
 from .shared import Stage
 
 CHUNK = 16
@@ -58,3 +58,20 @@ def copy_tile(
             address = ops.address(ops.address(source, ops.wide_mul(tile, size)), byte)
             ops.copy_async_if_less(inside, stop, target, address)
     ops.commit()
+
+
+class Ring:
+    """Functions for kernels.
+
+    Parameters
+    ----------
+    stage : Stage
+    stages : int
+    """
+
+    def __init__(self, stage: Stage, stages: int) -> None:
+        self.copy_tile = step(
+            lambda ops, *given: copy_tile(ops, stage, *given), [("i64", 4), "i32", "i32", "i32", "i32"], None
+        )
+        self.wait = step(lambda ops: ops.wait(stages - 1), [], None)
+        self.four = step(lambda ops, a, b, c, d: (a, b, c, d), ["i64"] * 4, ("i64", 4))

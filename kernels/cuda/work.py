@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from ..candidate import Candidate
 from ..problem import Problem
 from . import marks
-from .contraction import FACTOR_BYTES, SCALE_BYTES, Contraction, KeyStep, ValueTile
+from .contraction import FACTOR_BYTES, SCALE_BYTES, Contraction
+from .key_tile import KeyTile
 from .mapping import LANES, TILE
 from .program import Geometry, Program, build
 from .shared import Stage
 from .softmax import PAIRS
 from .staging import CHUNK
+from .value_tile import ValueTile
 
 LINE = 128
 """Bytes of a cache line, and of all banks of shared memory."""
@@ -169,7 +171,7 @@ def _vectors(name: str, width: int, patterns: Iterable[tuple[int, ...]], mark: i
     return _grouped(name, "shared", "load", width, swizzled, mark)
 
 
-def _key_accesses(keys: KeyStep, mark: int, staged: bool) -> list[WarpAccess]:
+def _key_accesses(keys: KeyTile, mark: int, staged: bool) -> list[WarpAccess]:
     c, tiling = keys.contraction, keys.contraction.tiling
     width = tiling.vectors.width
     vectors = [tiling.lane_offsets(i, j) for j in range(keys.vectors) for i in range(tiling.iters_o)]

@@ -1,0 +1,103 @@
+"""Steps that the values' layout decides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from . import softmax
+from .contraction import FACTOR_BYTES
+from .key_tile import KeyTile
+from .lanes import lanes_of, part_of, token_of
+from .mapping import LANES, TILE
+from .ops import Ops, Type, Value, step
+from .shared import Shared
+from .softmax import NOTHING
+from .value_tile import ValueTile
+
+
+class ValueSteps:
+    """Functions for kernels.
+
+    Parameters
+    ----------
+    values : ValueTile
+    keys : KeyTile or None
+        Which decide the token that a lane has a weight of; without them it is the lane's number.
+    shared : Shared
+    stream : bool
+        Whether values pass the first cache by.
+    """
+
+    def __init__(self, values: ValueTile, keys: KeyTile | None, shared: Shared, stream: bool) -> None:
+        self.values = values
+        c, tiling, count = values.contraction, values.contraction.tiling, values.contraction.rows
+        outputs: Type = ("f32", count * values.outputs)
+        rows: Type = ("f32", count)
+        state: Type = ("f32", 2 * count)
+        position = {token: slot for slot, token in enumerate(c.order)}
+        slots = [position[token_of(keys, lane) if keys is not None else lane] for lane in range(LANES)]
+        thresholds: Type = ("f32", softmax.WEIGHTS_PER_LANE)
+        staged = shared.stage is not None
+        address = "i32" if staged else "i64"
+        places: Type = (address, 2)
+
+        def data_place(ops: Ops, base: Value, lane: Value) -> tuple[Value, Value]:
+            o_lane, r_lane = lanes_of(ops, lane, tiling.lanes_r)
+            along = ops.mul(r_lane, ops.i32(tiling.r_stride))
+            across = ops.mul(o_lane, ops.i32(tiling.o_stride))
+            last = ops.select_less(o_lane, ops.i32(tiling.last_o), across, ops.i32(0))
+            return ops.address(base, ops.add(across, along)), ops.address(base, ops.add(last, along))
+
+        def small_place(ops: Ops, mine: Value, lane: Value) -> tuple[Value, Value]:
+            """Of weights, and of factors."""
+            o_lane, r_lane = lanes_of(ops, lane, tiling.lanes_r)
+            inside = ops.select_less(o_lane, ops.i32(tiling.last_o), o_lane, ops.i32(0))
+            group = part_of(ops, o_lane if tiling.iters_o > 1 else inside, values.group_part)
+            weights = ops.i32(shared.products if c.integer else 0)
+            along = ops.mul(r_lane, ops.i32(c.bundle_bytes))
+            across = ops.mul(group, ops.i32(TILE * c.slot_bytes))
+            factors = ops.i32(shared.products + shared.weights)
+            return (
+                ops.add(ops.add(mine, weights), ops.add(along, across)),
+                ops.add(ops.add(mine, factors), ops.mul(group, ops.i32(FACTOR_BYTES))),
+            )
+
+        def accumulate(
+            ops: Ops, total: Sequence[Value], data: Sequence[Value], tile: Value, mine: Value, lane: Value
+        ) -> tuple[Value, ...]:
+            small, factors = small_place(ops, mine, lane)
+            # ``tile`` is the place of its stage where there are stages.
+            moved = tile if staged else ops.wide_mul(tile, tiling.tile_bytes)
+            here = [ops.address(each, moved) for each in data]
+            return values.body(ops, total, here, small, factors, staged, stream)
+
+        def given_weights(ops: Ops, source: Value, token: Value, tokens: Value, live: Value) -> tuple[Value, ...]:
+            inside = ops.select_less(token, tokens, token, ops.i32(0))
+            found = []
+            for row in range(count):
+                exists = ops.select_less(ops.i32(row), live, ops.i32(row), ops.i32(0))
+                place = ops.add(ops.mul(exists, tokens), inside)
+                (word,) = ops.load_global(ops.address(source, ops.shift_left(place, 2)), 0, 1, False)
+                value = ops.select_less(token, tokens, ops.as_float(word), ops.f32(0.0))
+                found.append(ops.select_less(ops.i32(row), live, value, ops.f32(0.0)))
+            return tuple(found)
+
+        self.place = step(data_place, [address, "i32"], places)
+        self.slot_of = step(lambda ops, lane: ops.table(slots, lane), ["i32"], "i32")
+        self.zeros = step(lambda ops: (ops.f32(0.0),) * (count * values.outputs), [], outputs)
+        self.start = step(lambda ops: (ops.f32(NOTHING),) * count + (ops.f32(0.0),) * count, [], state)
+        self.dither = step(lambda ops, lane: softmax.dither(ops, c.order, lane), ["i32"], thresholds)
+        self.store_products = step(
+            lambda ops, weights, scales, slot: softmax.store_products(ops, c, weights, scales, slot, staged),
+            [rows, address, "i32"],
+            None,
+        )
+        self.round_weights = step(
+            lambda ops, products, weights, factors, given: softmax.round_weights(
+                ops, c, products, weights, factors, given
+            ),
+            ["i32", "i32", "i32", thresholds],
+            None,
+        )
+        self.accumulate = step(accumulate, [outputs, places, "i32", "i32", "i32"], outputs)
+        self.given_weights = step(given_weights, ["i64", "i32", "i32", "i32"], rows)
