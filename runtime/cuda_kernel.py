@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import log2
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,7 @@ from ..db.store import Store
 from ..kernels.backend import Kernel
 from ..kernels.calls import Call, checked_call, packed_operand
 from ..kernels.candidate import Candidate
-from ..kernels.cuda.device import typed_arguments
-from ..kernels.cuda.program import Geometry, Parameter
+from ..kernels.cuda.device import Blocks, typed_arguments
 from ..kernels.errors import CompileError, DeviceError, LayoutError, NoWinnerError
 from ..kernels.packed import SLACK_BYTES, PackedTensor
 from ..kernels.problem import Problem, check_tokens
@@ -166,6 +166,14 @@ def _best(
     return None, ""
 
 
+@dataclass(frozen=True)
+class Argument:
+    """One of a kernel's, as the database has it."""
+
+    name: str
+    type: str
+
+
 class ShippedKernel(Kernel):
     """A winner's kernels on one GPU. Owned by the caller; calls on one kernel must not overlap in time.
 
@@ -183,7 +191,7 @@ class ShippedKernel(Kernel):
         self.problem, self.candidate = Problem.parse(winner.problem), Candidate.parse(winner.candidate)
         self._shipped, self._loader = shipped, loader
         self.native = all(image.cubin and cubin_runs_on(image.arch, loader.arch) for image in images)
-        self._parameters = [tuple(Parameter(*each) for each in image.arguments) for image in images]
+        self._parameters = [tuple(Argument(*each) for each in image.arguments) for image in images]
         self._functions = [_load(image, loader) for image in images]
 
     def pack(self, role: str, values: NDArray[np.floating] | Quantized, capacity: int | None = None) -> PackedTensor:
@@ -227,14 +235,14 @@ class ShippedKernel(Kernel):
         for launch, parameters, function in zip(self._shipped.launches, self._parameters, self._functions, strict=True):
             constants = {name: rule.at(tokens) for name, rule in launch.constants.items()}
             x, y, z = (int(rule.at(tokens)) for rule in launch.grid)
-            geometry = Geometry((x, y, z), launch.threads, int(launch.shared_bytes.at(tokens)))
+            geometry = Blocks((x, y, z), launch.threads, int(launch.shared_bytes.at(tokens)))
             if min(geometry.grid) < 1 or geometry.shared_bytes < 0:
                 raise CompileError(f"kernel {launch.symbol} cannot be launched at {tokens}: {geometry}")
             made.append((function, geometry, typed_arguments(parameters, {**constants, **values})))
         return made
 
 
-_Launch = tuple[Loaded, Geometry, tuple[np.generic, ...]]
+_Launch = tuple[Loaded, Blocks, tuple[np.generic, ...]]
 
 
 def _load(image: KernelImage, loader: Loader) -> Loaded:

@@ -12,9 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..kernels.cuda.device import ORDINARY_SHARED_BYTES, Driver
+from ..kernels.cuda.device import ORDINARY_SHARED_BYTES, Driver, Geometry
 from ..kernels.cuda.faults import typed
-from ..kernels.cuda.program import Geometry
 from ..kernels.errors import CompileError, DeviceError
 
 LOADERS = ("cuda.core", "pycuda")

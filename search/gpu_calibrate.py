@@ -105,6 +105,7 @@ def calibrate_gpu(
     ordinal: int,
     budget_s: float | None = None,
     problems: Sequence[tuple[str, Sequence[int]]] = PROBLEMS,
+    each: int = EACH,
 ) -> GpuCalibration:
     """Calibrate the GPU number ``ordinal``, whose profile is ``gpu``.
 
@@ -117,6 +118,8 @@ def calibrate_gpu(
         Stop sampling then; `DEFAULT_BUDGET_S` unless given.
     problems : sequence
         What to sample: keys of problems, and lengths of each.
+    each : int
+        Candidates of each problem.
 
     Raises
     ------
@@ -135,7 +138,7 @@ def calibrate_gpu(
     with Crew(Setup(name), 1) as crew:
         for key, lengths in problems:
             problem = Problem.parse(key)
-            chosen = spread(problem, backend)
+            chosen = spread(problem, backend, each)
             counts, reasons = TileCounter(backend, crew, _Memory(), "").count(problem, chosen, _quiet, until)
             failed.update((f"{key}: {candidate}", reason) for candidate, reason in reasons.items())
             for tokens in lengths:

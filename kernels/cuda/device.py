@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import numpy as np
@@ -17,12 +18,9 @@ from ..errors import CompileError, DeviceError, GpuMemoryError, poisoned
 from . import probes
 from .faults import checked, translated
 from .gpus import GpuHere, describe, gpus_here, has_driver, why_no_driver
-from .program import Geometry
-
-if TYPE_CHECKING:
-    from .program import Parameter
 
 __all__ = [
+    "Blocks",
     "Driver",
     "Enqueued",
     "Event",
@@ -40,7 +38,6 @@ ORDINARY_SHARED_BYTES = 48 << 10
 FLUSH_CACHES = 2
 """A flush reads this many times what the second-level cache holds."""
 LEAST_FLUSH_BYTES = 32 << 20
-_SMALLEST = Geometry((1, 1, 1), 32, 0)
 
 _TYPES: Mapping[str, Callable[[Any], np.generic]] = {
     "pointer": np.int64,
@@ -48,6 +45,41 @@ _TYPES: Mapping[str, Callable[[Any], np.generic]] = {
     "int32": np.int32,
     "float32": np.float32,
 }
+
+
+class Parameter(Protocol):
+    """`lowbit.kernels.cuda.program.Parameter`, or what has its attributes."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def type(self) -> str: ...
+
+
+class Geometry(Protocol):
+    """`lowbit.kernels.cuda.program.Geometry`, or what has its attributes."""
+
+    @property
+    def grid(self) -> tuple[int, int, int]: ...
+
+    @property
+    def threads(self) -> int: ...
+
+    @property
+    def shared_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A `Geometry` that needs nothing of what kernels are made with."""
+
+    grid: tuple[int, int, int]
+    threads: int
+    shared_bytes: int = 0
+
+
+_SMALLEST = Blocks((1, 1, 1), 32)
 
 
 class Enqueued(Protocol):
@@ -385,7 +417,7 @@ class Driver:
 
     def read_through(self, memory: Memory) -> int:
         """Enqueue a read of ``memory`` by the whole GPU; returns how many bytes it is, the rest fills no round."""
-        geometry = Geometry((self.gpu.sms * self.gpu.threads_sm // 256, 1, 1), 256, 0)
+        geometry = Blocks((self.gpu.sms * self.gpu.threads_sm // 256, 1, 1), 256)
         round_bytes = geometry.grid[0] * geometry.threads * probes.READ_BYTES
         nbytes = memory.nbytes // round_bytes * round_bytes
         arguments = (np.int64(memory.address), np.int64(nbytes // 16), np.int64(self.sink()))
@@ -395,7 +427,7 @@ class Driver:
     def spin(self, count: int) -> None:
         """Enqueue ``count`` dependent multiply-adds in one thread of each SM."""
         arguments = (np.int32(count), np.int64(self.sink()))
-        self.launch(self.probe(probes.SPIN), Geometry((self.gpu.sms, 1, 1), 32, 0), arguments)
+        self.launch(self.probe(probes.SPIN), Blocks((self.gpu.sms, 1, 1), 32), arguments)
 
     def nothing(self) -> None:
         """Enqueue a kernel that returns at once."""

@@ -14,7 +14,7 @@ from lowbit.kernels.problem import Problem
 from lowbit.search import gpu_calibrate
 from lowbit.search.gpu_calibrate import calibrate_gpu, spread
 
-SMALL = (("qk h2/1 d32 q1 w8a8", (64, 256)), ("gemv k1024 c1 fp16", (128,)))
+SMALL = (("qk h2/1 d32 q1 fp16", (64, 128, 256)), ("gemv k1024 c1 fp16", (128, 256)))
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def board(fake, monkeypatch):
 
 
 def test_what_is_measured_is_what_is_fitted_and_stored(board):
-    found = calibrate_gpu("sm_86", backend_named("sm_86"), board, 0, problems=SMALL)
+    found = calibrate_gpu("sm_86", backend_named("sm_86"), board, 0, problems=SMALL, each=2)
     assert len(found.samples) >= gpu_calibrate.LEAST_SAMPLES and found.failed == {}
     launches = {1: 25 + 1.5, 2: 2 * (25 + 1.5)}
     for sample in found.samples:

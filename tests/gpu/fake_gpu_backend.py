@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 from lowbit.kernels.backend import Backend, Code, Kernel, Rejected
 from lowbit.kernels.candidate import Candidate, Launch
-from lowbit.kernels.cuda.device import Driver
-from lowbit.kernels.cuda.program import Geometry
+from lowbit.kernels.cuda.device import Blocks, Driver
 from lowbit.kernels.errors import CompileError
 from lowbit.kernels.layout import Layout
 from lowbit.kernels.packed import pack
@@ -49,12 +48,12 @@ class Bound:
 
     def enqueue(self) -> None:
         function = self.function if self.kernel.candidate.launch.warps != FAULT_WHEN_TIMED else self.late
-        self.driver.launch(function, Geometry((1, 1, 1), 32, 0), [np.int64(1)])
+        self.driver.launch(function, Blocks((1, 1, 1), 32, 0), [np.int64(1)])
 
     def __call__(self) -> Any:
         if self.kernel.candidate.launch.warps == RAISES:
             raise ArithmeticError("no")
-        self.driver.launch(self.function, Geometry((1, 1, 1), 32, 0), [np.int64(1)])
+        self.driver.launch(self.function, Blocks((1, 1, 1), 32, 0), [np.int64(1)])
         self.driver.synchronize()
         x, k = self.operands
         k = k.quantized()

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lowbit.kernels.cuda.program import Geometry
+from lowbit.kernels.cuda.device import Blocks
 from lowbit.kernels.errors import CompileError, DeviceError, GpuFaultError, GpuMemoryError
 from lowbit.runtime import cuda_loaders
 from lowbit.runtime.cuda_loaders import CoreLoader, PyCudaLoader, loader_named
@@ -149,7 +149,7 @@ def test_memory_code_and_launches(log: list[Any]) -> None:
     assert function.argument_sizes() is None
     arguments = (np.int64(1 << 40), np.int32(3), np.float32(0.5))
     for shared_bytes in (0, 64 << 10, 50 << 10):
-        loader.launch(function, Geometry((2, 3, 1), 64, shared_bytes), arguments)
+        loader.launch(function, Blocks((2, 3, 1), 64, shared_bytes), arguments)
     loader.synchronize()
     values = [("l", 1 << 40), ("i", 3), ("f", 0.5)]
     launches = [entry for entry in log if entry[0] != "code"]
@@ -160,7 +160,7 @@ def test_memory_code_and_launches(log: list[Any]) -> None:
         ("main", (2, 3, 1), (64, 1, 1), 50 << 10, values),
     ]
     with pytest.raises(CompileError, match="wants 102400 bytes"):
-        loader.launch(function, Geometry((1, 1, 1), 32, 100 << 10), arguments)
+        loader.launch(function, Blocks((1, 1, 1), 32, 100 << 10), arguments)
 
 
 def test_ptx_is_given_its_end_and_a_cubin_is_left_alone(log: list[Any]) -> None:
@@ -189,7 +189,7 @@ def test_errors_are_typed_by_what_the_driver_says(
 def test_a_fault_is_one(log: list[Any]) -> None:
     loader = PyCudaLoader()
     function = loader.load(b".entry fault", "fault")
-    loader.launch(function, Geometry((1, 1, 1), 32, 0), ())
+    loader.launch(function, Blocks((1, 1, 1), 32, 0), ())
     with pytest.raises(GpuFaultError):
         loader.synchronize()
 

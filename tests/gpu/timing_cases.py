@@ -7,8 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from lowbit.kernels.cuda.device import Driver
-from lowbit.kernels.cuda.program import Geometry
+from lowbit.kernels.cuda.device import Blocks, Driver
 from lowbit.kernels.errors import GpuFaultError
 from lowbit.search import gpu_timing
 from lowbit.search.control import Contention, ControlTime
@@ -24,7 +23,7 @@ CODE = b""".version 7.0
 .visible .entry other(.param .u64 k) { ret; }
 .visible .entry fault(.param .u64 k) { ret; }
 """
-GEOMETRY = Geometry((8, 4, 1), 128, 0)
+GEOMETRY = Blocks((8, 4, 1), 128, 0)
 
 
 class Call:
