@@ -1,9 +1,9 @@
 """SASS text of one kernel, as nvdisasm prints it for sm_75 to sm_120, turned into classified instructions.
 
 Registers are named as in the text (``R4``, ``UR4``, ``P0``, ``UP0``); an operand of several words stands for all its
-registers, ``R4.64`` for ``R4`` and ``R5``. Warps are taken to be converged: ``BRA.DIV``, which leads to code for lanes
-that have come apart, is never followed and ``BRA.CONV``, which leads past such code, always. A called function (the
-slow path of a division) is not looked into.
+registers, ``R4.64`` for ``R4`` and ``R5``, and a word of the stack frame is a register too, ``L8``. Warps are taken to
+be converged: ``BRA.DIV``, which leads to code for lanes that have come apart, is never followed and ``BRA.CONV``, which
+leads past such code, always. A called function (the slow path of a division) is not looked into.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .sass_opcodes import (
     PREDICATE_THEN_REGISTER,
     SUBWORDS,
 )
-from .warp_code import WarpFunction, WarpInstruction
+from .warp_code import NOTHING, WarpFunction, WarpInstruction
 
 _INSTRUCTION_BYTES = 16
 _LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;")
@@ -37,6 +37,7 @@ _PREDICATE = re.compile(r"!?U?P(\d|T)")
 _PLAIN_REGISTER = re.compile(r"U?R(\d+|Z)\b")
 _ZERO = re.compile(r"[-|~]*U?RZ\b")
 _IMMEDIATE = re.compile(r"-?[\d+.]|[-+]?(INF|QNAN|SNAN)")
+_SLOT = re.compile(r"\[R1(?:\+(0x[0-9a-f]+))?\]")
 _MASK = re.compile(r"0x[0-9a-f]+")
 _TARGET = re.compile(r"`\(([^()]+)\)")
 _TARGETS = re.compile(r'BRANCH_TARGETS ([^"]+)"')
@@ -133,7 +134,7 @@ def _parse(line: str) -> WarpInstruction:
         writes=_written(operation, operands[:count]),
         address=address,
         guard=None if guard in ("PT", "UPT") else guard,
-        packed=operation.kind in ("global_load", "shared_load") and SUBWORDS.isdisjoint(modifiers),
+        packed=operation.kind in ("global_load", "shared_load") and base != "LDL" and SUBWORDS.isdisjoint(modifiers),
         multiplies=_multiplies(operation, operands[count:]),
         moves=_moves(operation, operands[count:]),
         mark=_mark(operation),
@@ -153,7 +154,7 @@ def _branch(opcode: str, operation: _Operation, guard: str | None) -> WarpInstru
     return WarpInstruction(
         opcode,
         "branch",
-        address=_registers(operands, 2),
+        address=_registers(operands, 1 if base == "BRA" else 2),
         guard=guard,
         targets=tuple(targets),
         falls_through=conditional or not ends,
@@ -261,9 +262,10 @@ def _converted(operation: _Operation, source: bool) -> int:
 
 
 def _written(operation: _Operation, operands: Sequence[str]) -> frozenset[str]:
-    if operation.base == "R2P" and _MASK.fullmatch(operation.operands[-1]):
-        mask = int(operation.operands[-1], 16)
-        return frozenset(f"P{bit}" for bit in range(7) if mask >> bit & 1)
+    if operation.base == "R2P":
+        return _masked(operation)
+    if operation.base == "STL":
+        return _slots(operation, operation.operands[0])
     found = (_registers([operand], _width(operation, place, source=False)) for place, operand in enumerate(operands))
     return frozenset().union(*found)
 
@@ -272,6 +274,11 @@ def _sources(operation: _Operation, operands: Sequence[str], first: int) -> tupl
     """Registers of values and registers of addresses; ``first`` is the place of the first operand."""
     values: set[str] = set()
     address: set[str] = set()
+    if operation.base == "P2R":
+        values |= _masked(operation)
+        operands = [operand for operand in operands if operand != "PR"]
+    if operation.base == "LDL":
+        values |= _slots(operation, operands[-1])
     for place, operand in enumerate(operands, first):
         if operand.startswith("`("):
             continue
@@ -282,6 +289,23 @@ def _sources(operation: _Operation, operands: Sequence[str], first: int) -> tupl
         wide = operation.base in GLOBAL and not (operation.base == "LDGSTS" and place == first)
         address |= _addressed(operand, wide)
     return frozenset(values), frozenset(address)
+
+
+def _masked(operation: _Operation) -> frozenset[str]:
+    """Predicates that the last operand selects."""
+    last = operation.operands[-1]
+    mask = int(last, 16) if _MASK.fullmatch(last) else 0x7F
+    return frozenset(f"P{bit}" for bit in range(7) if mask >> bit & 1)
+
+
+def _slots(operation: _Operation, operand: str) -> frozenset[str]:
+    """Words of the stack frame, which act as registers: ``L8`` for ``[R1+0x8]``."""
+    match = _SLOT.fullmatch(operand)
+    if match is None:
+        return NOTHING
+    first = int(match[1] or "0", 16)
+    words = _width(operation, 0, source=False)
+    return frozenset(f"L{first + 4 * i}" for i in range(words))
 
 
 def _addressed(operand: str, wide: bool) -> frozenset[str]:

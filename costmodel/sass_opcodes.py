@@ -70,7 +70,7 @@ SUBWORDS = _named("U8 S8 U16 S16 I8 I16")
 GLOBAL = _named("LD LDG LDGMC ST STG RED REDG ATOM ATOMG LDGSTS CCTL")
 """Opcodes whose addresses have 64 bits."""
 
-MOVES = _named("MOV MOV32I UMOV R2UR S2R S2UR CS2R CS2UR LDC LDCU ULDC FSEL UFSEL")
+MOVES = _named("MOV MOV32I UMOV R2UR S2R S2UR CS2R CS2UR LDC LDCU ULDC LDL STL FSEL UFSEL")
 """Opcodes that only copy a value; FSEL copies one of two, as where a weight beyond the last token becomes zero."""
 
 MULTIPLICATIONS = _named(

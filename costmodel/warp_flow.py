@@ -39,7 +39,7 @@ def unpacking(function: WarpFunction, graph: nx.DiGraph[int]) -> frozenset[int]:
     if not dots:
         found = _between(loads, products, values, code.keys() - products)
     else:
-        bits = {place for place, x in code.items() if x.kind in UNPACKING - {"float"}}
+        bits = {place for place, x in code.items() if x.moves or x.kind in UNPACKING - {"float"}}
         found = _between(loads, dots, values, code.keys() - products)
         found |= _between(loads, products - dots, values, bits - products)
     return frozenset(place for place in found if code[place].kind in UNPACKING and not code[place].moves)

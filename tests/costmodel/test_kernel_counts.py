@@ -322,6 +322,27 @@ def test_unpacking_in_another_iteration_than_its_load() -> None:
     assert count_kernel(code(text, "nest", "ptx")).loops[1].unpacking == {"and.b32": 1}
 
 
+def test_spilled_values_are_followed_through_the_stack() -> None:
+    def unpacking(stored: str) -> dict[str, int]:
+        lines = [
+            "PMTRIG 0x4",
+            "LDG.E R2, [R4.64]",
+            f"STL [R1+0x8], {stored}",
+            "STL [R1+0xc], R9",
+            "LDL R3, [R1+0x8]",
+            "LOP3.LUT R6, R3, 0xf, RZ, 0xc0, !PT",
+            "IDP.4A.S8.S8 R7, R6, R6, R7",
+            "@P0 BRA `(.L_x_0)",
+            "EXIT",
+        ]
+        numbered = [f"/*{16 * i:04x}*/ {line} ;" for i, line in enumerate(lines)]
+        return count_kernel(code("\n".join([".text.f:", ".L_x_0:", *numbered]), "f")).loops[1].unpacking
+
+    # A packed word that was spilled is unpacked when it comes back, and no other value is one for having been spilled.
+    assert unpacking("R2") == {"LOP3.LUT": 1}
+    assert unpacking("R8") == {}
+
+
 def test_unknown_opcodes_are_told() -> None:
     text = (LISTINGS / "nibbles.sm_86.sass").read_text().replace("IDP.4A.S8.S8", "ZDP.4A.S8.S8")
     found = count_kernel(code(text, "nibbles"))
