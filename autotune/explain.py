@@ -169,8 +169,8 @@ class Explanation:
         One for each registered packing of the format.
     codes : tuple of Code
         Generated code of the choice.
-    facts : dict
-        What else the device says about the choice.
+    kernel : dict
+        What the choice's kernel needs and executes, if it is a GPU's.
     unfit : dict
         How many candidates are pruned for what was found in their code, by reason.
     uncounted : dict
@@ -186,7 +186,7 @@ class Explanation:
     terms_us: Mapping[str, float]
     packings: tuple[PackingCost, ...]
     codes: tuple[Code, ...]
-    facts: Mapping[str, Any]
+    kernel: Mapping[str, Any]
     unfit: Mapping[str, int]
     uncounted: Mapping[str, int]
 
@@ -207,6 +207,7 @@ class Explanation:
 
     def as_dict(self) -> dict[str, Any]:
         """What ``--json`` prints, without generated code."""
+        kernel = {"kernel": dict(self.kernel)} if self.kernel else {}
         return {
             "problem": self.problem.key,
             "tokens": self.tokens,
@@ -215,7 +216,7 @@ class Explanation:
             "isa": self.target.backend.target(),
             "provenance": self.provenance,
             "winner": None if self.winner is None else asdict(self.winner),
-            "choice": {**self.choice.as_dict(), "terms_us": dict(self.terms_us), **self.facts},
+            "choice": {**self.choice.as_dict(), "terms_us": dict(self.terms_us), **kernel},
             "runner_up": None if self.runner_up is None else self.runner_up.as_dict(),
             "unpack_ops_per_32": self.unpack_ops_per_32,
             **({"unfit": dict(self.unfit)} if self.unfit else {}),
@@ -288,7 +289,7 @@ def explain(
         {} if knowledge.prices is None else knowledge.prices.terms_us(choice.features),
         tuple(packing_costs(problem, list(priced.values()), rejected)),
         tuple(target.backend.code(problem, choice.candidate)),
-        target.facts(problem, choice.candidate, tokens, choice.counts, choice.features),
+        target.kernel(choice.candidate, choice.counts, knowledge.prices, choice.features),
         dict(Counter(found.unfit.values()).most_common()),
         dict(Counter(found.failed.values()).most_common()),
     )

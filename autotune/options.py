@@ -310,7 +310,7 @@ def matrices(model: str | None, rows: int | None, columns: int | None) -> tuple[
 
 
 def target_for(device: str, threads: int | None = None, gpu: str | None = None, isa: str = "") -> Target:
-    """What is to be tuned for: see `lowbit.autotune.target.target_for`.
+    """What is to be tuned for: see `lowbit.autotune.target.target_for`. Tells on stderr what it chose itself.
 
     Raises
     ------
@@ -320,11 +320,14 @@ def target_for(device: str, threads: int | None = None, gpu: str | None = None, 
     from .target import target_for
 
     try:
-        return target_for(device, threads, gpu, isa)
+        target = target_for(device, threads, gpu, isa)
     except LowbitError:
         raise
     except Exception as error:
         raise DeviceError(f"unknown device {device!r}: {type(error).__name__}: {error}") from error
+    if target.notice:
+        click.echo(target.notice, err=True)
+    return target
 
 
 def default_database() -> Path:

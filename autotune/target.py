@@ -98,6 +98,11 @@ class Target(ABC):
         """For people."""
 
     @property
+    def notice(self) -> str:
+        """What was chosen for the user, to be told before anything is done; empty if nothing was."""
+        return ""
+
+    @property
     @abstractmethod
     def present(self) -> bool:
         """Whether candidates can be run on this machine."""
@@ -148,10 +153,10 @@ class Target(ABC):
     def unpacking(self, counts: Sequence[Counts]) -> dict[str, Mapping[str, int]]:
         """Instructions of hot loops that only unpack: by packed operand or loop, then by mnemonic."""
 
-    def facts(
-        self, problem: Problem, candidate: Candidate, tokens: int, counts: Sequence[Counts], features: Features
+    def kernel(
+        self, candidate: Candidate, counts: Sequence[Counts], prices: Prices | None, features: Features
     ) -> dict[str, Any]:
-        """What else is worth telling of a candidate's code on this device."""
+        """What a GPU's kernel needs and executes, for JSON: registers, occupancy, loops. Nothing, of a CPU's."""
         return {}
 
     def ship(self, store: Store, winners: Sequence[Winner]) -> None:
@@ -231,13 +236,15 @@ def target_for(name: str, threads: int | None = None, gpu: str | None = None, is
         raise DeviceError(f"--isa names instruction sets of CPUs, not of {name!r}")
     backend = resolve_backend(name)
     if backend.name == GPU_BACKEND:
-        from .gpu_target import gpu_target
+        from .gpu_target import GpuTarget
 
         if threads is not None:
             raise DeviceError(f"--threads is for CPUs, not for {name!r}")
-        return gpu_target(name, backend, gpu)
+        return GpuTarget(name, backend, gpu)
     if gpu is not None:
-        raise DeviceError(f"--gpu names a board of a GPU architecture, not of {name!r}")
+        from ..costmodel.gpu import gpu_named
+
+        raise DeviceError(f"--gpu {gpu!r} goes with --device {gpu_named(gpu).arch}, not with {name!r}")
     from .cpu_target import CpuTarget
 
     return CpuTarget(name, backend, threads, isa)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .. import options
-from ..output import microseconds, print_facts, print_json, print_table
+from ..output import microseconds, percent, print_facts, print_json, print_table
 from ..progress import progress_on
 
 DEFAULT_TOKENS = 4096
@@ -140,6 +141,8 @@ def _print(answer: Explanation) -> None:
     if answer.terms_us:
         terms = [(name, microseconds(time_us)) for name, time_us in answer.terms_us.items() if time_us]
         print_table("What the choice's prediction adds up from", ("term", ">µs"), terms)
+    if answer.kernel:
+        _print_kernel(answer.kernel)
     costs = [
         (
             cost.packing.name,
@@ -155,6 +158,28 @@ def _print(answer: Explanation) -> None:
     print_table(
         "Unpacking", ("packing", ">ops / 32 values", "unpacking instructions of one iteration of the hot loop"), costs
     )
+
+
+def _print_kernel(kernel: Mapping[str, Any]) -> None:
+    """What a GPU's kernel needs and executes."""
+    told = {name.replace("_", " "): value for name, value in kernel.items() if name not in ("loops", "unknown")}
+    told["occupancy"] = percent(kernel["occupancy"])
+    units = told.pop("units us", {})
+    print_facts("Kernel of the choice", told)
+    if units:
+        rows = [(name.replace("_", " "), microseconds(time_us)) for name, time_us in units.items()]
+        print_table("How long units are busy if all multiprocessors share the work", ("unit", ">µs"), rows)
+    loops = [
+        (
+            each["loop"],
+            each["passes"] or None,
+            ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in each["instructions"].items()),
+        )
+        for each in kernel["loops"]
+    ]
+    print_table("What one iteration executes", ("loop", ">passes", "instructions of a warp"), loops)
+    if kernel["unknown"]:
+        click.echo(f"unknown instructions: {', '.join(kernel['unknown'])}", err=True)
 
 
 def _cells(priced: Priced) -> tuple[object, ...]:
