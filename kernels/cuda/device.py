@@ -39,6 +39,10 @@ FLUSH_CACHES = 2
 """A flush reads this many times what the second-level cache holds."""
 LEAST_FLUSH_BYTES = 32 << 20
 
+READ_BLOCKS, READ_THREADS = 4, 256
+"""Blocks of a read on each multiprocessor: all resident at once, so that none begins when others end. With 64 bytes a
+thread they ask for 64 KiB at a time, more than bandwidth times latency of any board here."""
+
 _TYPES: Mapping[str, Callable[[Any], np.generic]] = {
     "pointer": np.int64,
     "int64": np.int64,
@@ -417,7 +421,7 @@ class Driver:
 
     def read_through(self, memory: Memory) -> int:
         """Enqueue a read of ``memory`` by the whole GPU; returns how many bytes it is, the rest fills no round."""
-        geometry = Blocks((self.gpu.sms * self.gpu.threads_sm // 256, 1, 1), 256)
+        geometry = Blocks((self.gpu.sms * READ_BLOCKS, 1, 1), READ_THREADS)
         round_bytes = geometry.grid[0] * geometry.threads * probes.READ_BYTES
         nbytes = memory.nbytes // round_bytes * round_bytes
         arguments = (np.int64(memory.address), np.int64(nbytes // 16), np.int64(self.sink()))

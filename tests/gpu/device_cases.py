@@ -209,4 +209,4 @@ def test_a_flush_reads_twice_the_cache_in_whole_rounds(fake):
     assert address % 256 == 0
     assert vectors % (4 * threads) == 0
     assert 2 * driver.gpu.l2_bytes <= vectors * 16 <= 32 << 20
-    assert threads == 82 * 1536
+    assert threads == 82 * 1024

@@ -104,19 +104,43 @@ static int width(const char *type) {
     return atoi(digits) / 8;
 }
 
-/* A real cubin: a kernel for each ".text.NAME" section, whose parameters nobody knows. */
-static void parse_elf(Library *library, const char *code) {
-    unsigned long long sections;
-    unsigned short size, count;
-    memcpy(&sections, code + 0x28, 8), memcpy(&size, code + 0x3a, 2), memcpy(&count, code + 0x3c, 2);
-    const char *end = code + sections + (unsigned long long)size * count;
-    for (const char *at = code; at < end - 7 && library->count < 64; at++)
-        if (!memcmp(at, "\0.text.", 7) && strlen(at + 7) < 200) {
-            Kernel *kernel = calloc(1, sizeof *kernel);
-            strcpy(kernel->name, at + 7);
-            kernel->registers = 32, kernel->dynamic = 48 << 10;
-            library->kernels[library->count++] = kernel;
+/* Sizes of parameters, from a kernel's .nv.info section: attribute 0x17 is (index, ordinal, offset, size << 18 | …). */
+static void parse_parameters(Kernel *kernel, const unsigned char *at, const unsigned char *end) {
+    while (at + 4 <= end) {
+        unsigned short size = at[0] == 4 ? at[2] | at[3] << 8 : 0;
+        if (at[0] == 4 && at[1] == 0x17 && size == 12) {
+            unsigned word;
+            memcpy(&word, at + 12, 4);
+            int ordinal = at[8] | at[9] << 8;
+            kernel->sizes[ordinal] = word >> 18;
+            if (ordinal >= kernel->count) kernel->count = ordinal + 1;
         }
+        at += 4 + size;
+    }
+}
+
+/* A real cubin: a kernel for each .text.NAME section. */
+static void parse_elf(Library *library, const char *code) {
+    unsigned long long sections, names;
+    unsigned short size, count, strings;
+    memcpy(&sections, code + 0x28, 8), memcpy(&size, code + 0x3a, 2), memcpy(&count, code + 0x3c, 2);
+    memcpy(&strings, code + 0x3e, 2);
+    memcpy(&names, code + sections + strings * size + 0x18, 8);
+    for (int i = 0; i < count && library->count < 64; i++) {
+        const char *section = code + sections + i * size, *name = code + names + *(unsigned *)section;
+        if (strncmp(name, ".text.", 6)) continue;
+        Kernel *kernel = calloc(1, sizeof *kernel);
+        snprintf(kernel->name, sizeof kernel->name, "%s", name + 6);
+        kernel->registers = 32, kernel->dynamic = 48 << 10;
+        library->kernels[library->count++] = kernel;
+        for (int j = 0; j < count; j++) {
+            const char *other = code + sections + j * size, *info = code + names + *(unsigned *)other;
+            unsigned long long offset, bytes;
+            memcpy(&offset, other + 0x18, 8), memcpy(&bytes, other + 0x20, 8);
+            if (!strncmp(info, ".nv.info.", 9) && !strcmp(info + 9, kernel->name))
+                parse_parameters(kernel, (const unsigned char *)code + offset, (const unsigned char *)code + offset + bytes);
+        }
+    }
 }
 
 static void parse(Library *library) {
@@ -224,7 +248,11 @@ CUresult cuLaunchKernel(CUfunction f, unsigned gx, unsigned gy, unsigned gz, uns
 
 /* -- devices and contexts --------------------------------------------------------------------------------------- */
 
-CUresult cuInit(unsigned flags) { return state.device_count ? CUDA_SUCCESS : CUDA_ERROR_NO_DEVICE; }
+CUresult cuInit(unsigned flags) {
+    const char *arch = getenv("FAKE_ARCH"); /* 86 */
+    if (arch) state.major = atoi(arch) / 10, state.minor = atoi(arch) % 10;
+    return state.device_count ? CUDA_SUCCESS : CUDA_ERROR_NO_DEVICE;
+}
 CUresult cuDriverGetVersion(int *out) { return *out = state.version, CUDA_SUCCESS; }
 CUresult cuDeviceGetCount(int *out) { return *out = state.device_count, CUDA_SUCCESS; }
 CUresult cuDeviceGet(CUdevice *out, int n) {

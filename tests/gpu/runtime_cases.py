@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import struct
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from lowbit.autotune.shipping import ship
 from lowbit.costmodel.gpu_here import profile_here
 from lowbit.db import KernelImage, KernelLaunch, Rule, ShippedWinner, Store, Winner
+from lowbit.kernels.backend import backend_named
 from lowbit.kernels.cuda.gpus import gpus_here
+from lowbit.kernels.cuda.program import build
 from lowbit.kernels.errors import CompileError, DeviceError, GpuFaultError, NoWinnerError, TrustError
 from lowbit.kernels.problem import Problem
 from lowbit.kernels.reference import make_operands
@@ -222,3 +228,43 @@ def test_kernels_of_one_thread_share_a_stream(fake, path):
     assert first._loader is second._loader
     with pytest.raises(DeviceError, match="unknown loader"):
         load_kernel(path, PROBLEM, 64, trust=TRUST_THIS_FILE, loader="cupy")
+
+
+def test_a_winner_that_was_tuned_here_runs_where_there_is_no_compiler(fake, path):
+    """Shipped as the command ships it; then loaded by a process in which nothing of Numba can be imported."""
+    backend, problem = backend_named("sm_86"), Problem.parse("attend h4/2 d64 q1 w4a8")
+    made = backend.baseline(problem, 1)
+    winner = Winner(
+        device=here(),
+        problem=problem.key,
+        tokens=256,
+        tokens_from=1,
+        tokens_to=None,
+        candidate=made.name,
+        provenance="predicted",
+        toolchain=backend.toolchain(),
+    )
+    with Store.open(path) as store:
+        store.put_winner(winner)
+        ship(store, backend, [winner])
+    program = f"""
+import sys
+for name in ("numba", "llvmlite", "numba_cuda"):
+    sys.modules[name] = None
+import numpy as np
+from lowbit.runtime.cuda_kernel import load_kernel
+kernel = load_kernel({str(path)!r}, {problem.key!r}, 256, digest={hashlib.sha256(path.read_bytes()).hexdigest()!r})
+values = np.random.default_rng(0).standard_normal((2, 256, 64), np.float32)
+call = kernel.bind(values[:, :2].reshape(4, 1, 64), kernel.pack("k", values), kernel.pack("v", values))
+print(kernel.native, call().shape, *(image.symbol for image in kernel.images))
+"""
+    for arch, native in (((8, 6), "True"), ((9, 0), "False")):
+        environment = {**os.environ, "FAKE_ARCH": f"{arch[0]}{arch[1]}", "PYTHONWARNINGS": "ignore"}
+        ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+        assert ended.returncode == 0, ended.stderr
+        symbols = [entry.symbol for entry in _entries(build(problem, made, "sm_86"))]
+        assert ended.stdout.split() == [native, "(4,", "1,", "64)", *symbols]
+
+
+def _entries(program):
+    return [entry for entry in (program.main, program.merge) if entry is not None]

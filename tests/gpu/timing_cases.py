@@ -105,8 +105,8 @@ def test_a_slot_has_controls_launches_and_clocks(driver):
     assert not slot.preempted
     # 10,000 steps of 2 ns and a launch; 64 MiB in whole rounds at 1 TB/s and a launch.
     assert slot.before.compute_us == pytest.approx(24.0, rel=1e-3)
-    rounds = (64 << 20) // (82 * 1536 * 64)
-    assert slot.after.stream_us == pytest.approx(rounds * 82 * 1536 * 64 / 1e6 + 4, rel=1e-3)
+    rounds = (64 << 20) // (82 * 1024 * 64)
+    assert slot.after.stream_us == pytest.approx(rounds * 82 * 1024 * 64 / 1e6 + 4, rel=1e-3)
     assert slot.control.arrival_us > 0
 
 
@@ -185,7 +185,7 @@ def test_without_nvml_there_is_a_reason_and_no_state(fake, monkeypatch):
 def test_bandwidth_is_bytes_over_time(driver):
     # A read takes its bytes at 1 TB/s and a launch of 4 us; a quarter of the 1 GiB of memory is read.
     nbytes = 1 << 28
-    nbytes = nbytes // (82 * 1536 * 64) * (82 * 1536 * 64)
+    nbytes = nbytes // (82 * 1024 * 64) * (82 * 1024 * 64)
     found = read_bandwidth_gbps(driver)
     assert found == pytest.approx(nbytes / (nbytes / 1e6 + 4) / 1e3, rel=0.02)
 
