@@ -185,17 +185,9 @@ def reason(lengths: Sequence[Length], unit: str = "tokens") -> str:
     if len(lengths) == 1:
         return f"tuned at one length, {lengths[0].tokens} {unit}"
     steps = [(low, high) for low, high in pairwise(lengths) if low.layout != high.layout]
-    said = [f"one layout at all lengths{_limits(lengths, unit)}"] if not steps else []
     if not steps:
-        near = [(each.slower(each.runner_up), each) for each in lengths if each.runner_up is not None]
-        known = [(slower, each) for slower, each in near if not math.isnan(slower)]
-        if known:
-            slower, each = min(known, key=lambda pair: pair[0])
-            said.append(
-                f"the nearest other one, {each.runner_up}, is {_percent(slower)} slower where it comes closest, "
-                f"at {each.tokens} {unit}"
-            )
-        return "; ".join(said)
+        return "; ".join([f"one layout at all lengths{_limits(lengths, unit)}", *_rivals(lengths, unit)])
+    said = []
     for low, high in steps:
         costs = [
             f"{which} layout is {_percent(cost)} slower at {tokens}"
@@ -207,7 +199,29 @@ def reason(lengths: Sequence[Length], unit: str = "tokens") -> str:
         ]
         between = f"changes between {low.tokens} and {high.tokens} {unit}"
         said.append(f"{between}: {', '.join(costs)}" if costs else between)
-    return "; ".join(said + _one_for_all(lengths))
+    return "; ".join([*said, *_one_for_all(lengths)])
+
+
+def _rivals(lengths: Sequence[Length], unit: str) -> list[str]:
+    """How near other layouts come where the layout stays: those that tie somewhere, and the first that does not."""
+    nearest: dict[str, tuple[float, int]] = {}
+    for each in lengths:
+        for layout in each.times_us:
+            slower = each.slower(layout)
+            if layout != each.layout and not math.isnan(slower):
+                nearest[layout] = min(nearest.get(layout, (math.inf, 0)), (slower, each.tokens))
+    tied = sorted((place, layout) for layout, place in nearest.items() if place[0] <= PREDICTED_TIE)
+    others = sorted((place, layout) for layout, place in nearest.items() if place[0] > PREDICTED_TIE)
+    said = []
+    if tied:
+        (slower, tokens), layout = tied[0]
+        ties = f" and {len(tied) - 1} more tie" if len(tied) > 1 else " ties"
+        said.append(f"{layout}{ties} with it, at {tokens} {unit} for instance")
+    if others:
+        (slower, tokens), layout = others[0]
+        next_one = "the nearest that does not" if tied else "the nearest other one"
+        said.append(f"{next_one}, {layout}, is {_percent(slower)} slower where it comes closest, at {tokens} {unit}")
+    return said
 
 
 def _one_for_all(lengths: Sequence[Length]) -> list[str]:
@@ -232,6 +246,7 @@ def _limits(lengths: Sequence[Length], unit: str) -> str:
 
 
 def _percent(share: float) -> str:
-    """A slow-down in words: ties are called ties."""
+    """A slow-down in words: what the model cannot tell apart is called a tie."""
+    share = max(share, 0.0)
     text = f"{share:.1%}" if share < 0.1 else f"{share:.0%}"
     return f"{text} (a tie)" if share <= PREDICTED_TIE else text

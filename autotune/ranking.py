@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -32,6 +32,8 @@ class Ranked:
     predicted_us : dict of str to float
         Infinite for candidates without features.
     features : dict of str to Features
+    steady : str
+        The layout whose predictions are best over all lengths of the problem; empty if nothing is predicted.
     """
 
     problem: Problem
@@ -39,6 +41,25 @@ class Ranked:
     candidates: dict[str, Candidate]
     predicted_us: dict[str, float]
     features: dict[str, Features]
+    steady: str = ""
+
+    @property
+    def slowdowns(self) -> dict[str, float]:
+        """Of each layout's best candidate: its prediction over the lowest of all."""
+        best: dict[str, float] = {}
+        for name, time_us in self.predicted_us.items():
+            if math.isfinite(time_us):
+                layout = self.candidates[name].layout
+                best[layout] = min(best.get(layout, math.inf), time_us)
+        lowest = min(best.values(), default=1.0)
+        return {layout: time_us / lowest for layout, time_us in best.items()}
+
+
+def steadiest(lengths: Sequence[Ranked]) -> str:
+    """The layout that costs least where it costs most; empty if none is predicted at all lengths."""
+    slowdowns = [each.slowdowns for each in lengths]
+    common = set.intersection(*map(set, slowdowns)) if slowdowns else set()
+    return min(sorted(common), key=lambda layout: max(each[layout] for each in slowdowns), default="")
 
 
 @dataclass(frozen=True)
@@ -86,7 +107,9 @@ class Ranker:
         self._note(candidates, rejected, found.failed)
         for each in tokens:
             self._keep(problem, each, found.features[each])
-        return [self._order(problem, each, candidates, found.features[each]) for each in tokens]
+        ranked = [self._order(problem, each, candidates, found.features[each]) for each in tokens]
+        steady = steadiest(ranked)
+        return [replace(each, steady=steady) for each in ranked]
 
     def _note(
         self, candidates: Mapping[str, Candidate], rejected: Sequence[tuple[str, str]], failed: Mapping[str, str]

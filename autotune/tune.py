@@ -251,7 +251,9 @@ class _Run:
             now = time.monotonic()
             deadline = now + max(self.started + self.options.budget_s - now, 0.0) / sessions_left
         baseline = self.target.backend.baseline(each.problem, self.target.threads)
-        return DeviceSession(bench, each.problem, each.tokens, each.candidates, each.predicted_us, baseline, deadline)
+        return DeviceSession(
+            bench, each.problem, each.tokens, each.candidates, each.predicted_us, baseline, deadline, each.steady
+        )
 
     def _reporter(self, session: DeviceSession, before: int, planned: int, total: int) -> Callable[[], None]:
         def report() -> None:

@@ -75,6 +75,8 @@ class DeviceSession:
     baseline : Candidate
     deadline : float or None
         `time.monotonic` value at which measuring stops.
+    steady : str
+        See `Session.steady`.
 
     Attributes
     ----------
@@ -94,6 +96,7 @@ class DeviceSession:
         predicted_us: Mapping[str, float],
         baseline: Candidate,
         deadline: float | None = None,
+        steady: str = "",
     ) -> None:
         self._bench = bench
         self.problem = problem
@@ -102,6 +105,7 @@ class DeviceSession:
         self.predicted_us = predicted_us
         self.baseline = baseline.name
         self.deadline = deadline
+        self.steady = steady
         self._named = {**candidates, self.baseline: baseline}
         self._errors: dict[str, float] = {}
         key = bench.device, problem.key, tokens, bench.toolchain

@@ -50,6 +50,10 @@ class Session(Protocol):
         """Name of what speed-ups are quoted against. It may be measured, although not always among `candidates`."""
 
     @property
+    def steady(self) -> str:
+        """The layout that predictions like best over all lengths of the problem; empty if there is none."""
+
+    @property
     def study_key(self) -> str:
         """What identifies these measurements: problem, context length, protocol, device and toolchain."""
 
@@ -167,8 +171,9 @@ def predicted_choice(
     """The candidate with the lowest prediction that is not known to be ``faulty``.
 
     Predictions within `PREDICTED_TIE` of the lowest are ties, for the model errs by more than that. Among them the
-    schedule that walks the packed operands least often wins, then the one with least machinery. Each other layout and
-    pipeline among them is tied, in its best predicted schedule.
+    layout wins that suits the problem's other lengths too, so that a layout changes for a reason; then the schedule
+    that walks the packed operands least often, and the one with least machinery. Each other layout and pipeline among
+    them is tied, in its best predicted schedule.
     """
     working = [name for name in session.candidates if name not in faulty]
     if not working:
@@ -179,7 +184,8 @@ def predicted_choice(
     def effort(name: str) -> tuple[int, int, int, int]:
         return session.candidates[name].plan.effort
 
-    chosen = session.candidates[min(ties, key=effort)]
+    steady = [name for name in ties if session.candidates[name].layout == session.steady]
+    chosen = session.candidates[min(steady or ties, key=effort)]
     shapes: dict[tuple[str, str], str] = {}
     for name in ties if math.isfinite(lowest) else ():
         each = session.candidates[name]

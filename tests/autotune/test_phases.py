@@ -116,7 +116,7 @@ def test_measured_winners_are_compared_with_what_was_measured(store: Store) -> N
             )  # fmt: skip
         store.put_winner(winner(tokens, A, provenance="measured", median_us=10.0, protocol="warm"))
     (found,) = phases_in(store, store.winners())
-    assert found.reason.endswith("is 2.0% (a tie) slower where it comes closest, at 256 tokens")
+    assert found.reason == f"one layout at all lengths; {B} ties with it, at 256 tokens for instance"
 
 
 def test_only_the_newest_toolchains_winners_count(store: Store) -> None:
@@ -145,3 +145,12 @@ def test_a_layout_that_is_unknown_at_some_length_is_no_single_choice() -> None:
     assert math.isnan(lengths[1].slower("A"))
     unknown = [replace(each, times_us={}) for each in lengths]
     assert reason(unknown) == "changes between 10 and 20 tokens"
+
+
+def test_what_ties_is_told_apart_from_what_is_slower() -> None:
+    first, second = {"A": 1.0, "B": 1.02, "C": 0.99, "D": 1.5}, {"A": 1.0, "B": 1.4, "C": 1.6, "D": 1.2}
+    lengths = [Length(10, "A", first, "latency"), Length(20, "A", second, "memory")]
+    assert reason(lengths, "rows") == (
+        "one layout at all lengths, limited by latency up to 10 rows, by memory beyond; C and 1 more tie with it, at "
+        "10 rows for instance; the nearest that does not, D, is 20% slower where it comes closest, at 20 rows"
+    )

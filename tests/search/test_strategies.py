@@ -41,6 +41,7 @@ class KnownSession:
     problem = PROBLEM
     tokens = 64
     study_key = "test"
+    steady = ""
 
     def __init__(
         self, truth_us: Mapping[str, float], predicted_us: Mapping[str, float], faults: Mapping[str, str] | None = None
@@ -354,5 +355,10 @@ def test_a_prediction_names_the_other_layouts_that_it_cannot_tell_apart() -> Non
     # Of one layout the schedule with least machinery is the choice; of a tied one the best predicted is named.
     assert every[near[0]].plan.effort < every[near[1]].plan.effort
     assert (choice.candidate.name, choice.tied) == (first[0], (near[1],))
+    # A layout that suits the other lengths is preferred, but only among ties.
+    for steady, chosen in ((near[1], near[0]), (far[0], first[0])):
+        known = KnownSession(predicted, predicted)
+        known.steady = every[steady].layout
+        assert choose("lep", known).candidate.name == chosen
     unknown = dict.fromkeys(predicted, math.inf)
     assert choose("lep", KnownSession(unknown, unknown)).tied == ()
