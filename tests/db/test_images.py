@@ -29,6 +29,7 @@ def image(symbol: str = "main", ptx: str = ".entry main()", cubin: bytes = b"\x7
         cubin=cubin,
         arguments=(("k_words", "pointer"), ("tokens", "int32"), ("factor", "float32")),
         registers=40,
+        created="2026-12-01T00:00:00.000+00:00",
         spill_bytes=0,
         shared_bytes=512,
     )
