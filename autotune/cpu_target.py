@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -82,6 +82,8 @@ class CpuTarget(Target):
         For an unknown instruction set.
     """
 
+    calibration_s = (40.0, 10.0)
+
     def __init__(self, name: str, backend: Backend, threads: int | None = None, isa: str = "") -> None:
         from ..costmodel.device import detect
 
@@ -139,6 +141,12 @@ class CpuTarget(Target):
 
         budget = () if budget_s is None else (budget_s,)
         return calibrate(self.device, self.threads, *budget)
+
+    def rough_prices(self, report: Callable[[str], None]) -> CpuPrices:
+        from ..costmodel.calibrate import QUICK_BUDGET_S
+
+        report(f"there is no calibration for {self.threads} threads here")
+        return self.prices(self.calibrate(QUICK_BUDGET_S))
 
     def prices(self, fit: Fit) -> CpuPrices:
         return CpuPrices(cast("Calibration", fit).extended, self.threads, self.cache_bytes)

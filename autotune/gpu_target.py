@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -103,6 +103,7 @@ class GpuTarget(Target):
         If there is no such board.
     """
 
+    calibration_s = (150.0, 90.0)
     threads = 1
     """A GPU's candidates have no threads of the host's to choose."""
 
@@ -167,6 +168,10 @@ class GpuTarget(Target):
         if self.here is None:
             raise DeviceError(f"{self.description} is not in this machine: nothing can be calibrated")
         return calibrate_gpu(self.name, self.backend, self.gpu, self.here.ordinal, budget_s)
+
+    def rough_prices(self, report: Callable[[str], None]) -> GpuPrices:
+        """The published figures: calibrating takes minutes, for it compiles dozens of kernels."""
+        return GpuPrices(default_coefficients(self.gpu))
 
     def prices(self, fit: Fit) -> GpuPrices:
         return GpuPrices(cast("GpuCalibration", fit).coefficients)

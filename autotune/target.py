@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..kernels.backend import Backend
@@ -84,6 +84,8 @@ class Target(ABC):
     threads: int
     workers: int
     cache_bytes: int
+    calibration_s: tuple[float, float]
+    """Most seconds of a calibration before tuning, and before quick tuning."""
     languages: tuple[str, str]
     """What `lowbit.kernels.backend.Code` holds: source and machine code, as people call them."""
 
@@ -141,6 +143,16 @@ class Target(ABC):
         ------
         DeviceError
             If the device is not in this machine.
+        """
+
+    @abstractmethod
+    def rough_prices(self, report: Callable[[str], None]) -> Prices:
+        """What prices candidates well enough for one answer, where `known_prices` has nothing.
+
+        Parameters
+        ----------
+        report : callable
+            Told what takes a while, if anything does.
         """
 
     @abstractmethod

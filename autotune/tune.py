@@ -29,7 +29,6 @@ from .ranges import store_winner
 from .ranking import Ranked, Ranker
 from .target import Prices, Target, target_for
 
-CALIBRATION_S = {False: 40.0, True: 10.0}
 QUICK_SCREEN = Effort(min_rounds=3, max_rounds=6, target_spread=0.1)
 QUICK_FINAL = Effort(min_rounds=6, max_rounds=12, target_spread=0.05)
 COUNTING_SHARE = 0.6
@@ -172,7 +171,8 @@ class _Run:
         if known is not None:
             return known
         self.progress.update("calibrating", 0, 1, self.target.description)
-        fit = self.target.calibrate(CALIBRATION_S[self.options.quick])
+        thorough_s, quick_s = self.target.calibration_s
+        fit = self.target.calibrate(quick_s if self.options.quick else thorough_s)
         self.store.put_calibration(self.target.fingerprint, self.target.threads, fit.as_dict(), self.toolchain)
         self.progress.update("calibrating", 1, 1, f"{fit.seconds:.0f} s")
         return self.target.prices(fit)

@@ -107,7 +107,6 @@ def _knowledge(
     target: Target, problem: Problem, tokens: int, protocol: str, database: Path | None, report: Report
 ) -> Knowledge:
     """What the database knows, completed by a rough calibration; nothing for another instruction set."""
-    from ...costmodel.calibrate import QUICK_BUDGET_S
     from ..explain import Knowledge
 
     prices = target.known_prices(None)
@@ -117,8 +116,8 @@ def _knowledge(
     if database is not None:
         known = Knowledge.read(database, target, problem, tokens, target.protocol(protocol))
     if known.prices is None:
-        report("calibrating roughly", 0, None, f"there is no calibration for {target.threads} threads here")
-        known = replace(known, prices=target.prices(target.calibrate(QUICK_BUDGET_S)))
+        rough = target.rough_prices(lambda why: report("calibrating roughly", 0, None, why))
+        known = replace(known, prices=rough)
     return known
 
 

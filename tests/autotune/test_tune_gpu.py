@@ -5,18 +5,23 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 from lowbit.autotune.cli import autotune
+from lowbit.autotune.gpu_target import GpuPrices
 from lowbit.autotune.outcome import Options
 from lowbit.autotune.shipping import shipped_winner
+from lowbit.autotune.target import target_for
 from lowbit.autotune.tune import tune
 from lowbit.costmodel.gpu import default_gpu, gpu_named
+from lowbit.costmodel.gpu_lep import default_coefficients
 from lowbit.db.store import Store
 from lowbit.kernels.candidate import Candidate
 from lowbit.kernels.cuda.program import build
+from lowbit.search.gpu_calibrate import GpuCalibration
 
 HERE = str(Path(__file__).parent)
 sys.path.insert(0, HERE)
@@ -140,6 +145,43 @@ def test_launches_follow_their_rules_at_lengths_that_were_not_looked_at(tokens: 
         wanted = {each.name: constants[each.name] for each in entry.parameters if each.name in constants}
         assert {name: rule.at(tokens) for name, rule in launch.constants.items()} == wanted
     assert shipped_winner(program).workspace_bytes.at(tokens) == program.workspace_bytes(tokens)
+
+
+@pytest.mark.parametrize(("quick", "budget_s"), [(False, 150.0), (True, 90.0)])
+def test_a_gpu_that_is_here_is_calibrated_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: bool, budget_s: float
+) -> None:
+    board = default_gpu("sm_86")
+    found = SimpleNamespace(name=board.name, arch="sm_86", sms=board.sms, memory_bytes=board.memory_bytes, ordinal=1)
+    monkeypatch.setattr("lowbit.costmodel.gpu_here.gpus_here", lambda: [found])
+    asked: list[tuple[Any, ...]] = []
+
+    def calibrated(name: str, backend: Any, gpu: Any, ordinal: int, budget_s: float) -> GpuCalibration:
+        asked.append((name, gpu, ordinal, budget_s))
+        coefficients = default_coefficients(gpu)
+        coefficients.values["launch_us"] = 20.0
+        return GpuCalibration(coefficients, 900.0, 20.0, (), {}, 3.0)
+
+    monkeypatch.setattr("lowbit.search.gpu_calibrate.calibrate_gpu", calibrated)
+    path = tmp_path / "t.db"
+    for _ in range(2):
+        data = tune([PROBLEM], TOKENS, options(path, strategy="lep", quick=quick)).as_dict()
+        assert all(each["predicted_us"] > 20 for each in data["problems"])
+        assert data["device"]["chosen"] == "in this machine"
+    assert asked == [(DEVICE, board, 1, budget_s)]
+    # Elsewhere the calibration that came with the database is better than published figures.
+    monkeypatch.setattr("lowbit.costmodel.gpu_here.gpus_here", list)
+    again = tune([PROBLEM], TOKENS, options(path)).as_dict()
+    assert [each["predicted_us"] for each in again["problems"]] == [each["predicted_us"] for each in data["problems"]]
+
+
+def test_explaining_does_not_calibrate_a_gpu_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    board = default_gpu("sm_86")
+    found = SimpleNamespace(name=board.name, arch="sm_86", sms=board.sms, memory_bytes=board.memory_bytes, ordinal=0)
+    monkeypatch.setattr("lowbit.costmodel.gpu_here.gpus_here", lambda: [found])
+    target = target_for(DEVICE)
+    assert target.present and target.known_prices(None) is None
+    assert target.rough_prices(lambda why: None) == GpuPrices(default_coefficients(board))
 
 
 SHAPE = ("--heads", "8", "--kv-heads", "2", "--head-dim", "64", "--precision", "w4a8")
