@@ -18,7 +18,7 @@ from typing import Any, Self
 import networkx as nx
 
 from ..kernels.cuda.code import KernelCode
-from ..kernels.cuda.marks import EPILOGUE, K_STEP, MERGE, PROLOGUE, SUB, TILE, V_STEP, WEIGHTS
+from ..kernels.cuda.marks import K_STEP, SUB, TILE, V_STEP, WEIGHTS
 from ..kernels.errors import CompileError
 from .loops import Loop, control_flow, natural_loops
 from .ptx_text import parse_ptx
@@ -30,11 +30,11 @@ __all__ = ["GPU_CLASSES", "KernelCounts", "LoopCounts", "count_kernel", "counter
 
 Counts = dict[str, int]
 
-_NESTING = (TILE, SUB, K_STEP, WEIGHTS, V_STEP, PROLOGUE, EPILOGUE, MERGE)
+_NESTING = (TILE, SUB, K_STEP, WEIGHTS, V_STEP)
 """Outer loops first: the loop that others were dissolved into is the one that gives the name."""
 
-_WITHOUT_WORDS = frozenset((PROLOGUE, EPILOGUE, MERGE))
-"""Marks of loops that touch no packed words."""
+_WITH_WORDS = frozenset((TILE, SUB, K_STEP, V_STEP))
+"""Marks of loops that touch packed words."""
 
 _SOURCES = (
     "kernel_counts.py",
@@ -254,7 +254,7 @@ def _outside(function: WarpFunction, places: Sequence[int], found: frozenset[int
 def _marked(function: WarpFunction, places: Sequence[int], found: frozenset[int]) -> LoopCounts:
     code, passes = _split(function, places)
     mark = min(passes, key=_rank)
-    return _counted(mark, passes[mark], code, frozenset() if mark in _WITHOUT_WORDS else found, passes)
+    return _counted(mark, passes[mark], code, found if mark in _WITH_WORDS else frozenset(), passes)
 
 
 def _split(function: WarpFunction, places: Sequence[int]) -> tuple[dict[int, WarpInstruction], dict[int, int]]:

@@ -39,6 +39,7 @@ _ZERO = re.compile(r"[-|~]*U?RZ\b")
 _IMMEDIATE = re.compile(r"-?[\d+.]|[-+]?(INF|QNAN|SNAN)")
 _SLOT = re.compile(r"\[R1(?:\+(0x[0-9a-f]+))?\]")
 _MASK = re.compile(r"0x[0-9a-f]+")
+_REMARK = re.compile(r"\s*\(\*\"(?!BRANCH_TARGETS).*?\*\)")
 _TARGET = re.compile(r"`\(([^()]+)\)")
 _TARGETS = re.compile(r'BRANCH_TARGETS ([^"]+)"')
 _JUMPS = frozenset(("BRA", "BRX", "BRXU", "JMP", "JMX", "JMXU"))
@@ -115,7 +116,7 @@ def _parse(line: str) -> WarpInstruction:
     match = _BODY.fullmatch(line)
     if match is None:
         raise CompileError(f"not a SASS instruction: {line[:80]!r}")
-    guard, opcode, rest = match[1], match[2], match[3] or ""
+    guard, opcode, rest = match[1], match[2], _REMARK.sub("", match[3] or "")
     operands = tuple(found.strip() for found in _OPERAND.findall(rest))
     base, *modifiers = opcode.split(".")
     operation = _Operation(base, tuple(modifiers), operands)

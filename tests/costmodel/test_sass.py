@@ -46,6 +46,7 @@ def only(line: str) -> WarpInstruction:
         ("LDG.E.ENL2.256 R8, R4, desc[UR4][R2.64]", "global_load", "R4 R5 R6 R7 R8 R9 R10 R11", "", "UR4 UR5 R2 R3"),
         ("STG.E.64 desc[UR4][R2.64], R8", "global_store", "", "R8 R9", "UR4 UR5 R2 R3"),
         ("LDL.64 R4, [R1+0x8]", "global_load", "R4 R5", "L8 L12", "R1"),
+        ('LDL R4, [R1+0x8]   (*"SpillRefill"*)', "global_load", "R4", "L8", "R1"),
         ("LDL R4, [R7+0x8]", "global_load", "R4", "", "R7"),
         ("STL [R1], R4", "global_store", "L0", "R4", "R1"),
         ("LDS.128 R8, [R5.X4+UR4+0x10]", "shared_load", "R8 R9 R10 R11", "", "R5 UR4"),
