@@ -17,7 +17,7 @@ class SearchInputs(Session):
 
     def put_device(self, fingerprint: str, description: Mapping[str, Any]) -> None:
         """Describe a device; replaces an earlier description. ``description``, ``isa`` and ``cores`` become columns."""
-        text = _json(description)
+        text = as_json(description)
         with self._writing() as db:
             id_ = self._names.put("devices", fingerprint)
             db.table("devices").update(id_, {"description": text, **device_columns(description)})
@@ -29,7 +29,7 @@ class SearchInputs(Session):
 
     def put_calibration(self, device: str, threads: int, payload: Mapping[str, Any], toolchain: str) -> None:
         """Keep a calibration beside earlier ones."""
-        text = _json(payload)
+        text = as_json(payload)
         with self._writing() as db:
             db.table("calibrations").insert(
                 {
@@ -83,7 +83,7 @@ class SearchInputs(Session):
 
     def put_tiles(self, toolchain: str, tiles: Mapping[str, Mapping[str, Any]]) -> None:
         """Keep what was counted in tile functions, by symbol; replaces what the same symbols had."""
-        texts = {symbol: _json(payload) for symbol, payload in tiles.items()}
+        texts = {symbol: as_json(payload) for symbol, payload in tiles.items()}
         with self._writing() as db:
             id_ = self._names.put("toolchains", toolchain)
             db.conn.executemany(
@@ -112,7 +112,7 @@ class SearchInputs(Session):
         toolchain: str,
     ) -> None:
         """Keep features by candidate name; replaces those of the same candidates."""
-        texts = [_json(payload) for payload in features.values()]
+        texts = [as_json(payload) for payload in features.values()]
         with self._writing() as db:
             key = (
                 self._names.put("devices", device),
@@ -141,7 +141,8 @@ class SearchInputs(Session):
         return {row["name"]: self._parsed(row["payload"]) for row in rows}
 
 
-def _json(payload: Mapping[str, Any]) -> str:
+def as_json(payload: Mapping[str, Any]) -> str:
+    """``payload`` as it is stored; raises `DatabaseError` if it cannot be."""
     try:
         return json.dumps(payload, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError) as error:

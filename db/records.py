@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from typing import Any
 
 from ..kernels.errors import DatabaseError
 
@@ -65,6 +67,8 @@ class Measurement:
         Largest error against the reference; NaN is kept as infinity, so that it compares as worse than any number.
     message : str
         What went wrong, in one line; empty for ``ok``.
+    conditions : dict
+        What the device said of itself meanwhile, for JSON: a GPU's clocks and what held them down.
     toolchain : str
         `Backend.toolchain` of the kernel.
     created : str
@@ -87,6 +91,7 @@ class Measurement:
     samples: int = 0
     max_error: float | None = None
     message: str = ""
+    conditions: Mapping[str, Any] = field(default_factory=dict)
     toolchain: str
     created: str = field(default_factory=utc_now)
 

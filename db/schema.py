@@ -296,7 +296,14 @@ def _shipped(db: Database) -> None:
     )
 
 
-MIGRATIONS: tuple[Migration, ...] = (_first, _evicted, _owned, _shipped)
+def _conditions(db: Database) -> None:
+    """Measurements say what the device said of itself: clocks, temperature, why it was slowed down."""
+    db.execute(
+        "ALTER TABLE measurements ADD COLUMN conditions TEXT CHECK (conditions IS NULL OR json_valid(conditions))"
+    )
+
+
+MIGRATIONS: tuple[Migration, ...] = (_first, _evicted, _owned, _shipped, _conditions)
 """The n-th leads from schema version n to n + 1. Append only: files of every earlier version exist."""
 
 SCHEMA_VERSION = len(MIGRATIONS)

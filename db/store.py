@@ -7,7 +7,7 @@ from typing import Any
 
 from ..kernels.errors import DatabaseError
 from .images import KernelImages
-from .inputs import SearchInputs
+from .inputs import SearchInputs, as_json
 from .owner import is_gone, this_process
 from .records import RUN_STATUSES, Measurement, Winner, may_replace, utc_now
 
@@ -27,7 +27,7 @@ _COUNTED = (
 
 _MEASUREMENTS = """
     SELECT d.fingerprint AS device, p.key AS problem, m.tokens, c.name AS candidate, m.protocol, m.status, m.median_us,
-           m.spread, m.samples, m.max_error, m.message, t.name AS toolchain, m.created
+           m.spread, m.samples, m.max_error, m.message, m.conditions, t.name AS toolchain, m.created
     FROM measurements m
     JOIN devices d ON d.id = m.device_id
     JOIN problems p ON p.id = m.problem_id
@@ -88,6 +88,7 @@ class Store(SearchInputs, KernelImages):
                 "samples": m.samples,
                 "max_error": m.max_error,
                 "message": m.message,
+                "conditions": as_json(m.conditions) if m.conditions else None,
                 "created": m.created,
             }
             return int(db.table("measurements").insert(row).last_rowid or 0)
@@ -101,7 +102,10 @@ class Store(SearchInputs, KernelImages):
             return []
         rows = self._rows(_MEASUREMENTS, {**ids, "tokens": tokens, "protocol": protocol})
         with self._decoding():
-            return [Measurement(**row) for row in rows]
+            return [Measurement(**{**row, "conditions": self._conditions(row["conditions"])}) for row in rows]
+
+    def _conditions(self, text: Any) -> dict[str, Any]:
+        return {} if text is None else self._parsed(text)
 
     def put_winner(self, winner: Winner) -> bool:
         """Keep a winner; returns False, and changes nothing, if `may_replace` says that the stored one stands.

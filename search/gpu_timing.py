@@ -18,10 +18,10 @@ A slot is one of `lowbit.search.timing.Slot`, with controls around it, so that c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..kernels.cuda.device import Driver, Graph, Memory
 from .control import RECENT_NS, ControlTime
@@ -68,6 +68,10 @@ class GpuSlot(Slot):
 
     launch_us: float = 0.0
     state: GpuState | None = None
+
+    @property
+    def conditions(self) -> Mapping[str, Any]:
+        return {"launch_us": self.launch_us, **({} if self.state is None else self.state.as_dict())}
 
     @property
     def kernel_us(self) -> tuple[float, ...]:

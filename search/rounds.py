@@ -7,8 +7,9 @@ to be timed late. Rounds whose control shows contention are repeated, within bou
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from ..kernels.errors import NoiseError
 from .control import Contention
@@ -54,12 +55,28 @@ class Fault:
 
 @dataclass(frozen=True)
 class Timed:
-    """A contestant's clean samples; ``status`` is ``ok`` or ``slow``."""
+    """A contestant's clean samples; ``status`` is ``ok`` or ``slow``.
+
+    ``conditions`` are what the device said of itself, `Slot.conditions` of the clean slots taken together.
+    """
 
     status: str
     samples_us: tuple[float, ...]
     tainted: int
     rounds: int
+    conditions: Mapping[str, Any] = field(default_factory=dict)
+
+
+def together(conditions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Medians of numbers, and everything that was in any list, by name."""
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys(name for each in conditions for name in each):
+        values = [each[name] for each in conditions if name in each]
+        if isinstance(values[0], list | tuple):
+            found[name] = sorted({item for value in values for item in value})
+        else:
+            found[name] = median(values)
+    return found
 
 
 def tainted(slot: Slot, contention: Contention) -> bool:
@@ -154,10 +171,10 @@ def _outcome(
         and len(clean) >= effort.screen_rounds
         and median(samples) > effort.slow_factor * best_us
     ):
-        return Timed("slow", samples, rounds - len(clean), rounds)
+        return Timed("slow", samples, rounds - len(clean), rounds, together([slot.conditions for slot in clean]))
     steady = len(clean) >= effort.min_rounds and spread(samples) <= effort.target_spread
     if steady or last or len(clean) >= effort.max_rounds:
-        return Timed("ok", samples, rounds - len(clean), rounds)
+        return Timed("ok", samples, rounds - len(clean), rounds, together([slot.conditions for slot in clean]))
     return None
 
 

@@ -253,6 +253,7 @@ class DeviceSession:
             samples=len(samples),
             max_error=max_error,
             message=message,
+            conditions=outcome.conditions if isinstance(outcome, Timed) else {},
             toolchain=bench.toolchain,
         )
         bench.store.put_measurement(measurement, bench.run)

@@ -19,10 +19,10 @@ cold, where a process cannot evict
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import get_clock_info, perf_counter_ns, thread_time_ns
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..kernels.cpu.memory import can_evict
 from ..kernels.cpu.pool import pinned
@@ -78,6 +78,11 @@ class Slot:
     @property
     def control(self) -> ControlTime:
         return self.before.around(self.after)
+
+    @property
+    def conditions(self) -> Mapping[str, Any]:
+        """What else the device said of itself meanwhile; a CPU says nothing."""
+        return {}
 
 
 class Reading(Protocol):

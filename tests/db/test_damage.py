@@ -82,6 +82,8 @@ def test_json_that_cannot_be_read(
         ("UPDATE measurements SET median_us = 'soon'", measurements),
         ("UPDATE measurements SET tokens = tokens, message = x'00'", measurements),
         ("UPDATE measurements SET created = CAST(x'ff' AS TEXT)", measurements),
+        ("UPDATE measurements SET conditions = '[1'", measurements),
+        ("UPDATE measurements SET conditions = x'00'", measurements),
         ("UPDATE winners SET provenance = 'told'", Store.winners),
         ("UPDATE winners SET tokens_from = 'one'", Store.winners),
         ("UPDATE winners SET median_us = -1", Store.winners),

@@ -139,7 +139,9 @@ def test_files_of_the_first_schema_keep_their_rows_and_learn_of_eviction(path: P
         db.execute("UPDATE winners SET protocol = 'evicted'")
     migrate(db)
     for table, rows in before.items():
-        assert db.execute(f"SELECT * FROM {table}").fetchall() == rows
+        after = db.execute(f"SELECT * FROM {table}").fetchall()
+        assert [row[: len(rows[0])] for row in after] == rows
+        assert all(set(row[len(rows[0]) :]) <= {None} for row in after)
     assert db.execute(rebuilt).fetchall() == indices
     assert db.execute("SELECT speedup, tied FROM best").fetchall() == [(2.0, 1)]
     for table in ("measurements", "winners"):
@@ -148,7 +150,7 @@ def test_files_of_the_first_schema_keep_their_rows_and_learn_of_eviction(path: P
             db.execute(f"UPDATE {table} SET protocol = 'hot'")
     db.execute(
         "INSERT INTO measurements SELECT NULL, run_id, device_id, problem_id, tokens, toolchain_id, candidate_id, "
-        "protocol, status, median_us, spread, samples, max_error, message, created FROM measurements"
+        "protocol, status, median_us, spread, samples, max_error, message, created, conditions FROM measurements"
     )
     assert db.execute("SELECT max(id) FROM measurements").fetchone() == (8,)
 

@@ -67,6 +67,16 @@ def test_measurements_are_the_newest_of_each_candidate_and_protocol(store: Store
     assert store.info()["counts"]["measurements"] == 4
 
 
+def test_conditions_come_back_as_they_went(store: Store) -> None:
+    kept = replace(measurement(), conditions={"sm_mhz": 1695.0, "reasons": ["power cap"]})
+    store.put_measurement(kept)
+    plain = measurement("b")
+    store.put_measurement(plain)
+    assert store.measurements("d", PROBLEM, 512, "t1") == [kept, plain]
+    with pytest.raises(DatabaseError, match="JSON"):
+        store.put_measurement(replace(kept, conditions={"sm_mhz": math.inf}))
+
+
 def test_measurements_of_other_keys_do_not_mix(store: Store) -> None:
     kept = measurement()
     store.put_measurement(kept)

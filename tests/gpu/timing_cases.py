@@ -127,7 +127,8 @@ def test_a_board_that_slows_itself_down_taints_the_slot(driver, bits, slowed):
 
 def test_candidates_interleave_as_on_a_cpu(driver):
     watches = {
-        name: GpuStopwatch([Call(driver, n, name)], "warm") for n, name in enumerate(("attend", "other"), start=1)
+        name: GpuStopwatch([Call(driver, n, name)], "warm", Meter(driver.gpu.pci))
+        for n, name in enumerate(("attend", "other"), start=1)
     }
     control = GpuControl(driver)
     found = {}
@@ -141,6 +142,10 @@ def test_candidates_interleave_as_on_a_cpu(driver):
     assert {name: type(result) for name, result in found.items()} == {"attend": Timed, "other": Timed}
     assert found["attend"].samples_us[0] == pytest.approx(6.5, rel=1e-3)
     assert found["other"].samples_us[0] == pytest.approx(9.5, rel=1e-3)
+    conditions = found["attend"].conditions
+    assert conditions.pop("launch_us") == pytest.approx(1.5, rel=1e-3)
+    told = {"sm_mhz": 1695, "memory_mhz": 9751, "reasons": ["power cap"], "temperature_c": 61, "power_w": 0.0}
+    assert conditions == told
 
 
 def test_a_recent_control_is_not_taken_again(driver, fake):

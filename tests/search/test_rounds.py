@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from lowbit.kernels.errors import NoiseError
 from lowbit.search.control import Contention, ControlTime
-from lowbit.search.rounds import RETRIES, Effort, Fault, Timed, interleave
+from lowbit.search.rounds import RETRIES, Effort, Fault, Timed, interleave, together
 from lowbit.search.timing import Slot
 
 CALM = ControlTime(20.0, 100.0)
@@ -124,3 +124,13 @@ def test_drift_hits_all_contestants_alike() -> None:
     lab.run(Effort(min_rounds=10, max_rounds=10))
     medians = {name: np.median(o.samples_us) for name, o in lab.outcomes.items() if isinstance(o, Timed)}
     assert medians["faster"] < medians["slower"]
+
+
+def test_conditions_of_slots_are_taken_together_by_name() -> None:
+    assert together([]) == {} == together([{}, {}])
+    slots = [
+        {"sm_mhz": 1700, "reasons": ("power cap",)},
+        {"sm_mhz": 1500, "reasons": ()},
+        {"sm_mhz": 1600, "reasons": ["idle", "power cap"], "power_w": 300.0},
+    ]
+    assert together(slots) == {"sm_mhz": 1600, "reasons": ["idle", "power cap"], "power_w": 300.0}
