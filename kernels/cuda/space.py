@@ -70,20 +70,33 @@ def space(problem: Problem, arch: str) -> Iterator[Candidate | Rejected]:
     """See `lowbit.kernels.backend.Backend.space`."""
     seen: set[Candidate] = set()
     for shape, thorough in _shapes(problem, arch):
-        first = Candidate(shape.k, shape.v, shape.pipeline, shape.launch)
+        first, reason = _fitting(problem, Candidate(shape.k, shape.v, shape.pipeline, shape.launch), arch)
         if first in seen:
             continue
-        reason = rejection(problem, first, arch)
         if reason is not None:
             seen.add(first)
             yield Rejected(first, reason)
             continue
-        for launch in _run_time(problem, shape.launch, thorough):
+        for launch in _run_time(problem, first.launch, thorough):
             candidate = replace(first, plan=launch)
             if candidate not in seen:
                 seen.add(candidate)
                 reason = rejection(problem, candidate, arch)
                 yield candidate if reason is None else Rejected(candidate, reason)
+
+
+def _fitting(problem: Problem, candidate: Candidate, arch: str) -> tuple[Candidate, str | None]:
+    """The candidate, or one of fewer rows or warps that fits in registers or shared memory; else why there is none."""
+    reason, launch = rejection(problem, candidate, arch), candidate.launch
+    if reason is None:
+        return candidate, None
+    smaller = [replace(launch, warps=warps) for warps in (2, 1)] if launch.stages else []
+    smaller += [_with_rows(problem, launch, rows) for rows in ((launch.rows + 1) // 2, 1) if rows < launch.rows]
+    for other in smaller:
+        fewer = replace(candidate, plan=other)
+        if rejection(problem, fewer, arch) is None:
+            return fewer, None
+    return candidate, reason
 
 
 def rejection(problem: Problem, candidate: Candidate, arch: str) -> str | None:
@@ -111,7 +124,7 @@ def _shapes(problem: Problem, arch: str) -> Iterator[tuple[Shape, bool]]:
             thorough = pair in main
             for k, v in _packed(problem, pair, every=False):
                 yield _shape(problem, k, v, pipeline), thorough
-        for pair in main:
+        for pair in _packing_pairs(problem):
             for k, v in _packed(problem, pair, every=True):
                 yield _shape(problem, k, v, pipeline), False
     for pipeline in _pipelines(problem):
@@ -153,6 +166,13 @@ def _main_pairs(problem: Problem) -> list[Pair]:
     """Row-major, as caches usually are, and the best of either operand."""
     best_k, best_v = (BEST[problem.stored(role).format][i] for i, role in ((0, "k"), (1, "v")))
     return [("T D", "T D", 0), (best_k, best_v, 0)]
+
+
+def _packing_pairs(problem: Problem) -> list[Pair]:
+    """Those in which every packing is tried; values in planes of nibbles need runs of 32 tokens."""
+    best_k = BEST[problem.stored(problem.roles[0]).format][0]
+    planes = [(best_k, "T/32 D t32", 0)] if problem.stored(problem.roles[-1]).format == "int4" else []
+    return list(dict.fromkeys([*_main_pairs(problem), *planes]))
 
 
 def _packed(problem: Problem, pair: Pair, every: bool) -> Iterator[tuple[Layout | None, Layout | None]]:
@@ -228,13 +248,16 @@ def used_share(tiling: Tiling) -> float:
 def _compiled_changes(problem: Problem, shape: Shape, arch: str) -> Iterator[Launch]:
     """One change at a time of what is compiled in."""
     middle = shape.launch
-    for rows in dict.fromkeys(((middle.rows + 1) // 2, 1)):
-        yield replace(middle, rows=rows, splits=_middle_splits(problem, rows))
+    yield from (_with_rows(problem, middle, rows) for rows in dict.fromkeys(((middle.rows + 1) // 2, 1)))
     if shape.k is not None:
         yield from (replace(middle, lanes=lanes) for lanes in ALL_LANES[:4])
     yield from (replace(middle, loads=loads) for loads in LOADS)
     if limits(arch).async_copies:
         yield from (replace(middle, stages=stages) for stages in STAGES)
+
+
+def _with_rows(problem: Problem, launch: Launch, rows: int) -> Launch:
+    return replace(launch, rows=rows, splits=_middle_splits(problem, rows))
 
 
 def _splits(problem: Problem, rows: int) -> tuple[int, ...]:
