@@ -71,7 +71,7 @@ def test_the_choice_is_compared_with_the_fastest(fake, script, monkeypatch):
     # The best one's bytes at the measured 500 GB/s, over its time.
     share = told[found["best"]].dram_bytes / 500e3 / found["best_us"]
     assert found["bandwidth_share"] == pytest.approx(share, rel=1e-3)
-    assert found["energy"]["joules"] == pytest.approx(200 * 26.5e-6, rel=0.05)
+    assert found["energy"]["joules"] == pytest.approx(200 * 26.5e-6, rel=0.1)
 
 
 def test_a_race_without_a_finisher_is_said(fake, script, monkeypatch):
