@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -39,6 +40,10 @@ TOKENS = 1
 OVERLAPPING = ("memory", "l2", "latency", "compute")
 """Terms of a prediction that hide behind each other."""
 LIMITS = {"memory": "memory", "l2": "the L2 cache", "latency": "latency", "compute": "instructions"}
+
+
+_INT_TO_FLOAT = re.compile(r"I2F|cvt(\.\w+)*\.f(16|32|64)\.[su]\d")
+"""Opcodes that make floats of integers, in SASS or PTX."""
 
 
 @dataclass(frozen=True)
@@ -200,6 +205,7 @@ class GpuTarget(Target):
             "occupancy": held.share,
             "limiter": held.limiter,
             **priced,
+            "hot_loop": _hot_loop(kernel),
             "loops": [_loop(each) for each in kernel.loops],
             "unknown": dict(kernel.unknown),
         }
@@ -217,8 +223,18 @@ def _loop(loop: LoopCounts) -> dict[str, Any]:
         "loop": "outside loops" if loop.mark is None else NAMES[loop.mark],
         "passes": loop.marks,
         "instructions": {kind: count for kind, count in loop.counts.items() if count},
+        "int_to_float": sum(count for opcode, count in loop.opcodes.items() if _INT_TO_FLOAT.match(opcode)),
         "unpacking": dict(loop.unpacking),
+        "opcodes": dict(loop.opcodes),
     }
+
+
+def _hot_loop(kernel: KernelCounts) -> dict[str, Any]:
+    """The loop that contracts: most dots, or else most float operations, to an iteration."""
+    marked = [loop for loop in kernel.loops if loop.mark is not None] or list(kernel.loops)
+    told = _loop(max(marked, key=lambda loop: (loop.counts.get("dot", 0), loop.counts.get("float", 0))))
+    dots = told["instructions"].get("dot", 0)
+    return {"loop": told["loop"], "dot": dots, "int_to_float": told["int_to_float"]}
 
 
 def stored_gpu_prices(store: Store, description: Mapping[str, Any]) -> GpuPrices:

@@ -162,6 +162,7 @@ def _print(answer: Explanation) -> None:
 def _print_kernel(kernel: Mapping[str, Any]) -> None:
     """What a GPU's kernel needs and executes."""
     told = {name.replace("_", " "): value for name, value in kernel.items() if name not in ("loops", "unknown")}
+    told["hot loop"] = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in kernel["hot_loop"].items())
     told["occupancy"] = percent(kernel["occupancy"])
     units = told.pop("units us", {})
     print_facts("Kernel of the choice", told)

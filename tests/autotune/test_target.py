@@ -165,10 +165,25 @@ def test_explanations_have_registers_occupancy_and_what_loops_execute() -> None:
     # 64 registers of 128 threads: 8 blocks of 4 warps, 32 of 48 warps.
     assert (told["registers"], told["occupancy"], told["limiter"]) == (64, pytest.approx(32 / 48), "registers")
     assert told["loops"][2] == {
-        "loop": "k step", "passes": 2, "instructions": {"dot": 16, "logic": 4}, "unpacking": {"LOP3": 4}
+        "loop": "k step", "passes": 2, "instructions": {"dot": 16, "logic": 4}, "unpacking": {"LOP3": 4},
+        "int_to_float": 0, "opcodes": {"IDP": 16, "LOP3": 4},
     }  # fmt: skip
+    assert told["hot_loop"] == {"loop": "k step", "dot": 16, "int_to_float": 0}
     assert [each["loop"] for each in told["loops"]] == ["outside loops", "tile", "k step"]
     assert target.unpacking([counts()]) == {"k step": {"LOP3": 4}}
+
+
+@pytest.mark.parametrize(
+    ("opcode", "makes_floats"),
+    [
+        ("I2F.U32.RP", 1), ("I2FP.F32.S32", 1), ("cvt.rn.f32.s32", 1), ("cvt.rn.f16.u8", 1),
+        ("F2I.TRUNC", 0), ("HADD2.F32", 0), ("cvt.f32.f16", 0), ("cvt.rzi.s32.f32", 0), ("I2I.S8", 0),
+    ],
+)  # fmt: skip
+def test_conversions_of_integers_to_floats_are_told_apart(opcode: str, makes_floats: int) -> None:
+    loop = LoopCounts(K_STEP, 1, {"convert": 1, "dot": 1}, {}, {opcode: 1, "IDP.4A.S8.S8": 1})
+    told = target_for("sm_86").kernel(launch(), [counts(loops=(loop,))], None, features())
+    assert told["hot_loop"]["int_to_float"] == told["loops"][0]["int_to_float"] == makes_floats
 
 
 def test_prices_come_back_from_a_database_and_a_calibration_outweighs_published_figures(tmp_path: Path) -> None:
