@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..costmodel.device import detect
 from ..costmodel.gpu import Gpu
 from ..costmodel.gpu_features import GpuFeatures, gpu_features
 from ..costmodel.gpu_lep import BOUNDS, GpuCoefficients, default_coefficients, fit_gpu, predict_us
@@ -22,10 +23,9 @@ from ..kernels.errors import LowbitError, NoiseError
 from ..kernels.problem import Problem
 from .crew import Crew
 from .gpu_timing import GpuSlot, read_bandwidth_gbps
-from .messages import Setup, TimeSlot
+from .messages import Count, Counted, Setup, TimeSlot
 from .rounds import Fault
 from .statistics import median
-from .tiles import TileCounter
 
 PROBLEMS: tuple[tuple[str, tuple[int, ...]], ...] = (
     ("attend h32/8 d128 q1 w8a8", (1024, 16384)),
@@ -40,6 +40,8 @@ PROBLEMS: tuple[tuple[str, tuple[int, ...]], ...] = (
 EACH = 5
 """Candidates of each problem, spread evenly over its space."""
 LEAST_SAMPLES = 8
+MOST_WORKERS = 8
+"""Processes that compile and count; only the one that times opens the GPU."""
 DEFAULT_BUDGET_S = 150.0
 
 
@@ -135,28 +137,30 @@ def calibrate_gpu(
     samples: list[GpuSample] = []
     launches_us: list[float] = []
     failed: dict[str, str] = {}
-    with Crew(Setup(name), 1) as crew:
-        for key, lengths in problems:
+    chosen = {key: tuple(spread(Problem.parse(key), backend, each).values()) for key, _ in problems}
+    groups = [(key, tokens) for key, lengths in problems for tokens in lengths]
+    with Crew(Setup(name), min(detect().cores, MOST_WORKERS)) as crew:
+        counted = _counted(crew, backend, chosen, failed, until)
+        for done, (key, tokens) in enumerate(groups):
+            # Short of time, all kinds of problems are sampled rather than the first ones well.
+            last = time.monotonic() + (until - time.monotonic()) / (len(groups) - done)
             problem = Problem.parse(key)
-            chosen = spread(problem, backend, each)
-            counts, reasons = TileCounter(backend, crew, _Memory(), "").count(problem, chosen, _quiet, until)
-            failed.update((f"{key}: {candidate}", reason) for candidate, reason in reasons.items())
-            for tokens in lengths:
-                for candidate, own in counts.items():
-                    if time.monotonic() >= until:
-                        break
-                    reply = crew.ask(TimeSlot(key, tokens, candidate, "cold"))
-                    if isinstance(reply, Fault):
-                        failed[f"{key}: {candidate}"] = f"{reply.status}: {reply.message}"
-                        continue
-                    assert isinstance(reply, GpuSlot)
-                    try:
-                        features = _features(problem, chosen[candidate], tokens, own, gpu)
-                    except LowbitError as error:
-                        failed[f"{key}: {candidate}"] = str(error)
-                        continue
-                    launches_us.append(reply.launch_us / features.launches)
-                    samples.append(GpuSample(key, tokens, candidate, features, median(reply.samples_us)))
+            for candidate in chosen[key]:
+                counts = counted.get((key, candidate.name))
+                if counts is None or time.monotonic() >= last:
+                    continue
+                reply = crew.ask(TimeSlot(key, tokens, candidate.name, "cold"))
+                if isinstance(reply, Fault):
+                    failed[f"{key}: {candidate.name}"] = f"{reply.status}: {reply.message}"
+                    continue
+                assert isinstance(reply, GpuSlot)
+                try:
+                    features = gpu_features(problem, candidate, tokens, counts, gpu, work(problem, candidate, tokens))
+                except LowbitError as error:
+                    failed[f"{key}: {candidate.name}"] = str(error)
+                    continue
+                launches_us.append(reply.launch_us / features.launches)
+                samples.append(GpuSample(key, tokens, candidate.name, features, median(reply.samples_us)))
     if len(samples) < LEAST_SAMPLES:
         why = next(iter(failed.values()), "the time was up")
         raise NoiseError(f"only {len(samples)} candidates could be timed for calibrating {gpu.name}: {why}")
@@ -183,21 +187,23 @@ def _measured(coefficients: GpuCoefficients, bandwidth_gbps: float, launch_us: f
     return replace(coefficients, values={**coefficients.values, **values})
 
 
-def _features(problem: Problem, candidate: Candidate, tokens: int, counts: Sequence[Any], gpu: Gpu) -> GpuFeatures:
-    (kernel,) = counts
-    assert isinstance(kernel, KernelCounts)
-    return gpu_features(problem, candidate, tokens, kernel, gpu, work(problem, candidate, tokens))
-
-
-def _quiet(done: int, total: int) -> None:
-    return None
-
-
-class _Memory:
-    """Counts that nobody keeps."""
-
-    def tiles(self, toolchain: str, symbols: object = None) -> dict[str, dict[str, Any]]:
-        return {}
-
-    def put_tiles(self, toolchain: str, tiles: Mapping[str, Mapping[str, Any]]) -> None:
-        return None
+def _counted(
+    crew: Crew, backend: Backend, chosen: Mapping[str, Sequence[Candidate]], failed: dict[str, str], until: float
+) -> dict[tuple[str, str], KernelCounts]:
+    """Counts of each candidate's code, by all workers; ``failed`` is told why others have none."""
+    requests = [
+        Count(key, ((symbol, candidate.name),))
+        for key, candidates in chosen.items()
+        for candidate in candidates
+        for symbol in backend.tiles(Problem.parse(key), candidate)
+    ]
+    found: dict[tuple[str, str], KernelCounts] = {}
+    for request, reply in crew.work(requests, until=until):
+        assert isinstance(request, Count)
+        ((symbol, name),) = request.tiles
+        if isinstance(reply, Counted) and isinstance(counts := reply.counts.get(symbol), KernelCounts):
+            found[request.problem, name] = counts
+        else:
+            reason = reply.message if isinstance(reply, Fault) else getattr(reply, "failed", {}).get(symbol, "")
+            failed[f"{request.problem}: {name}"] = reason
+    return found
