@@ -140,7 +140,7 @@ def calibrate_gpu(
     chosen = {key: tuple(spread(Problem.parse(key), backend, each).values()) for key, _ in problems}
     groups = [(key, tokens) for key, lengths in problems for tokens in lengths]
     with Crew(Setup(name), min(detect().cores, MOST_WORKERS)) as crew:
-        counted = _counted(crew, backend, chosen, failed, until)
+        counted = _counted(crew, backend, chosen, failed, (started + until) / 2)
         for done, (key, tokens) in enumerate(groups):
             # Short of time, all kinds of problems are sampled rather than the first ones well.
             last = time.monotonic() + (until - time.monotonic()) / (len(groups) - done)
