@@ -158,7 +158,7 @@ class CudaBackend(Backend):
 
 def _symbol(program: Program) -> str:
     """What counts of the code are stored under: a kernel of one name differs between architectures."""
-    return f"{program.main.symbol} {program.arch}"
+    return f"{program.symbol} {program.arch}"
 
 
 @functools.lru_cache(256)

@@ -90,9 +90,8 @@ class Program:
     problem : Problem
     candidate : Candidate
     arch : str
-    main : Entry
-    merge : Entry or None
-        Combines the splits' partial results; None where there are none.
+    marked : bool
+        Whether loops carry marks.
     shared : Shared
     keys : KeyTile or None
     values : ValueTile or None
@@ -101,11 +100,31 @@ class Program:
     problem: Problem
     candidate: Candidate
     arch: str
-    main: Entry
-    merge: Entry | None
+    marked: bool
     shared: Shared
     keys: KeyTile | None
     values: ValueTile | None
+
+    @property
+    def symbol(self) -> str:
+        """Name of the main kernel, unique to its code but for marks."""
+        return _symbol(_code_of(self.problem), self.candidate, self.arch)
+
+    @property
+    def main(self) -> Entry:
+        return _entries(_code_of(self.problem), _code_of_candidate(self.candidate), self.arch, self.marked)[0]
+
+    @property
+    def merge(self) -> Entry | None:
+        """Combines the splits' partial results; None where there are none."""
+        if not self.merges:
+            return None
+        return _entries(_code_of(self.problem), _code_of_candidate(self.candidate), self.arch, self.marked)[1]
+
+    @property
+    def merges(self) -> bool:
+        """Whether splits' results have to be combined: one split writes the result itself, and scores need no sum."""
+        return self.candidate.launch.splits > 1 and self.problem.operator != "qk"
 
     def geometry(self, tokens: int) -> Geometry:
         """Launch of the main kernel."""
@@ -128,7 +147,7 @@ class Program:
     def workspace_bytes(self, tokens: int) -> int:
         """Size of ``partials``; 0 with one split."""
         problem, splits = self.problem, self.candidate.launch.splits
-        if self.merge is None:
+        if not self.merges:
             return 0
         results = problem.kv_heads * problem.rows * splits
         return 4 * results * (tokens if problem.operator == "gemv" else RECORD_HEAD + problem.head_dim)
@@ -189,12 +208,10 @@ def build(problem: Problem, candidate: Candidate, arch: str, marks: bool = False
         If its layouts, pipeline or launch do not go together.
     """
     launch = candidate.launch
-    own = replace(candidate, plan=replace(launch, splits=1, warps=1))
-    made = _built(_code_of(problem), own, arch, marks)
+    made = _built(_code_of(problem), _code_of_candidate(candidate), arch)
     if isinstance(made, str):
         raise CompileError(made)
-    merge = made.merge if launch.splits > 1 else None  # one split writes the result itself
-    program = replace(made, problem=problem, candidate=candidate, merge=merge)
+    program = replace(made, problem=problem, candidate=candidate, marked=marks)
     if problem.operator == "gemv" and program.keys is not None and launch.splits > program.keys.count:
         raise CompileError(f"{launch.splits} splits of {program.keys.count} steps along the columns")
     need, most = program.geometry(1).shared_bytes, limits(arch).shared_bytes
@@ -208,16 +225,20 @@ def _code_of(problem: Problem) -> Problem:
     return replace(problem, heads=1, kv_heads=1, query_rows=1, window=0, softcap=1.0 if problem.softcap else 0.0)
 
 
-@functools.lru_cache(512)
-def _built(problem: Problem, candidate: Candidate, arch: str, marked: bool) -> Program | str:
+def _code_of_candidate(candidate: Candidate) -> Candidate:
+    return replace(candidate, plan=replace(candidate.launch, splits=1, warps=1))
+
+
+@functools.lru_cache(1024)
+def _built(problem: Problem, candidate: Candidate, arch: str) -> Program | str:
     """A program, or why there is none: problems that differ at run time share it."""
     try:
-        return _build(problem, candidate, arch, marked)
+        return _build(problem, candidate, arch)
     except (CompileError, LayoutError) as error:
         return str(error)
 
 
-def _build(problem: Problem, candidate: Candidate, arch: str, marked: bool) -> Program:
+def _build(problem: Problem, candidate: Candidate, arch: str) -> Program:
     launch, rows = candidate.launch, candidate.launch.rows
     if launch.stages and not limits(arch).async_copies:
         raise CompileError(f"{arch} cannot copy into shared memory on the side: stages must be 0")
@@ -240,22 +261,29 @@ def _build(problem: Problem, candidate: Candidate, arch: str, marked: bool) -> P
         stage = stage_of(keys.contraction, values.contraction)
     read = None if values is None else values.contraction
     lay_out = shared(keys, read, rows, problem.head_dim, stage, launch.stages)
+    return Program(problem, candidate, arch, False, lay_out, keys, values)
+
+
+@functools.lru_cache(512)
+def _entries(problem: Problem, candidate: Candidate, arch: str, marked: bool) -> tuple[Entry, Entry | None]:
+    """The main kernel and the one that merges, made when they are asked for: a space needs neither."""
+    program = _built(problem, candidate, arch)
+    assert isinstance(program, Program)
+    keys, values, lay_out = program.keys, program.values, program.shared
     streams = (
         (keys is not None and whole_sectors(keys.contraction.tiling)),
         (values is not None and whole_sectors(values.contraction.tiling)),
     )
-    steps = make_steps(problem, rows, keys, values, lay_out, marked, streams)
+    steps = make_steps(problem, candidate.launch.rows, keys, values, lay_out, marked, streams)
     make, parameters = BUILDERS[problem.operator]
-    make = build_staged_attend if stage is not None else make
-    symbol = _symbol(problem, candidate, arch)
-    main = Entry(symbol, make(steps), tuple(Parameter(*each) for each in parameters))
-    merge = None
+    make = build_staged_attend if lay_out.stage is not None else make
+    main = Entry(program.symbol, make(steps), tuple(Parameter(*each) for each in parameters))
     if problem.operator == "gemv":
-        merge = Entry("merge_gemv", build_merge_gemv(steps), tuple(Parameter(*each) for each in MERGE_GEMV))
-    elif values is not None:
-        name = f"merge_{problem.operator}_d{problem.head_dim}"
-        merge = Entry(name, build_merge(steps), tuple(Parameter(*each) for each in MERGE))
-    return Program(problem, candidate, arch, main, merge, lay_out, keys, values)
+        return main, Entry("merge_gemv", build_merge_gemv(steps), tuple(Parameter(*each) for each in MERGE_GEMV))
+    if values is None:
+        return main, None
+    name = f"merge_{problem.operator}_d{problem.head_dim}"
+    return main, Entry(name, build_merge(steps), tuple(Parameter(*each) for each in MERGE))
 
 
 def _keys(problem: Problem, candidate: Candidate) -> KeyTile:

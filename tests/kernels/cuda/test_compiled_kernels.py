@@ -1,5 +1,6 @@
 """Compiled kernels: their very PTX run on a machine of PTX, every architecture, and what their code looks like."""
 
+import functools
 import re
 from dataclasses import replace
 
@@ -27,6 +28,7 @@ from pairwise import pairwise
 needs_tools = pytest.mark.skipif(not toolchain.available(), reason="needs ptxas and nvdisasm")
 
 
+@functools.cache
 def legal(p, arch="sm_86"):
     return [candidate for candidate in space(p, arch) if not isinstance(candidate, Rejected)]
 

@@ -1,5 +1,7 @@
 """Spaces of GPU problems: what is offered, how much of it, and what is refused with which reason."""
 
+import functools
+
 import pytest
 from kernel_check import problem
 from lowbit.kernels.backend import Rejected
@@ -14,6 +16,7 @@ pytest.importorskip("numba_cuda")
 LLAMA = "attend h24/8 d128 q1"
 
 
+@functools.cache
 def legal(key, arch="sm_86"):
     return [candidate for candidate in space(problem(key), arch) if not isinstance(candidate, Rejected)]
 

@@ -1,9 +1,10 @@
 """Every operator in the simulator against float64: shapes, precisions, layouts, launches, masks, bounds."""
 
-from dataclasses import replace
-
+import functools
+from dataclasses 
 import numpy as np
 import pytest
+import replace
 from agreement import agree
 from kernel_check import problem
 from lowbit.kernels.backend import Rejected
@@ -21,6 +22,7 @@ from pairwise import pairwise
 TOKENS = (1, 31, 33, 97)
 
 
+@functools.cache
 def legal(p, arch="sm_86"):
     return [candidate for candidate in space(p, arch) if not isinstance(candidate, Rejected)]
 
