@@ -1,10 +1,10 @@
 """Every operator in the simulator against float64: shapes, precisions, layouts, launches, masks, bounds."""
 
 import functools
-from dataclasses 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-import replace
 from agreement import agree
 from kernel_check import problem
 from lowbit.kernels.backend import Rejected
