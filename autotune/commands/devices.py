@@ -35,7 +35,9 @@ def devices(as_json: bool) -> None:
     here = [(each, profile_here(each)) for each in gpus_here() if each.arch in architectures()]
     listed = {arch: (default_gpu(arch), gpus(arch)) for arch in architectures()}
     if as_json:
-        present = [{"name": each.arch, **gpu.as_dict(), "here": each.as_dict()} for each, gpu in here]
+        present = [
+            {**gpu.as_dict(), "name": each.arch, "board": gpu.name, "here": each.as_dict()} for each, gpu in here
+        ]
         known = [
             {"name": arch, "default": default.name, "boards": [board.as_dict() for board in boards]}
             for arch, (default, boards) in listed.items()

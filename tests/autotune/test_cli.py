@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner
 from lowbit.autotune.cli import autotune
 from lowbit.kernels import errors
+from lowbit.kernels.cuda.gpus import GpuHere
 
 COMMAND = [sys.executable, "-m", "lowbit.autotune"]
 
@@ -212,3 +213,48 @@ def test_help_needs_no_compiler_and_no_database_packages() -> None:
     script = f"import sys, lowbit.autotune.cli; print([name for name in {heavy!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_devices_lists_architectures_with_the_board_that_each_stands_for() -> None:
+    listed = {each["name"]: each for each in json.loads(run("devices", "--json").stdout)["architectures"]}
+    assert list(listed) == ["sm_75", "sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_120"]
+    assert listed["sm_86"]["default"] == "RTX 3090"
+    boards = {board["name"]: board for board in listed["sm_86"]["boards"]}
+    assert {"RTX 3090", "RTX 3060", "A10"} <= set(boards)
+    assert {board["arch"] for board in boards.values()} == {"sm_86"}
+    assert all(boards["RTX 3060"]["sources"].values())
+    shown = run("devices").stdout
+    for words in ("sm_120", "RTX 3090", "A10", "H200"):
+        assert words in shown
+
+
+def test_devices_has_the_gpus_of_this_machine_before_those_that_need_not_be_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here = GpuHere(
+        ordinal=0, name="NVIDIA A10", arch="sm_86", sms=72, clock_mhz=1695.0, memory_clock_mhz=6251.0, bus_bits=384,
+        memory_bytes=24 << 30, l2_bytes=6 << 20, shared_bytes=99 << 10, shared_bytes_sm=100 << 10, registers_sm=65536,
+        threads_sm=1536, ecc=True, driver="13.0", uuid="GPU-0", pci="0000:01:00.0",
+    )  # fmt: skip
+    monkeypatch.setattr("lowbit.kernels.cuda.gpus.gpus_here", lambda: [here])
+    cpu, gpu = json.loads(run("devices", "--json").stdout)["devices"]
+    assert (cpu["name"], gpu["name"], gpu["board"], gpu["here"]["driver"]) == ("cpu", "sm_86", "A10", "13.0")
+    shown = run("devices").stdout
+    assert shown.index("GPU 0") < shown.index("GPUs that need not be here")
+
+
+@pytest.mark.parametrize("command", [[], ["explain"], ["calibrate"]])
+def test_an_unknown_architecture_or_board_is_one_line_with_the_list(command: list[str]) -> None:
+    for args, words in ((["--device", "sm_11"], "sm_86"), (["--device", "sm_86", "--gpu", "Voodoo 2"], "RTX 3060")):
+        result = run(*command, *args)
+        assert (result.exit_code, result.stdout) == (3, "")
+        (line,) = result.stderr.splitlines()
+        assert line.startswith("error: unknown") and words in line
+
+
+def test_a_gpu_that_is_not_here_is_not_calibrated(tmp_path: Path) -> None:
+    path = tmp_path / "t.db"
+    result = run("calibrate", "--device", "sm_86", "--db", str(path))
+    assert result.exit_code == 3
+    assert "RTX 3090" in result.stderr and "not in this machine: nothing can be calibrated" in result.stderr
+    assert not path.exists()
