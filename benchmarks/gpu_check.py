@@ -76,6 +76,7 @@ RACERS = 24
 """Candidates timed of a problem, besides the model's first `FIRST`."""
 FIRST = 6
 ROUNDS = 3
+FOR_PEERS_S = 35.0
 
 
 @dataclass
@@ -114,10 +115,12 @@ def correctness(check: Check, name: str, backend: Backend, until: float) -> None
     with check.part("correctness", 20) as values, Crew(Setup(name), workers()) as crew:
         if values is None:
             return
-        requests = []
-        for key in CHECKED:
-            problem = Problem.parse(key)
-            requests += [Prepare(key, CHECK_TOKENS, each) for each in spread(problem, backend, LAYOUTS)]
+        chosen = {key: list(spread(Problem.parse(key), backend, LAYOUTS)) for key in CHECKED}
+        # Short of time, every problem has been met with some layouts.
+        turns = (slice(0, LAYOUTS // 2), slice(LAYOUTS // 2, None))
+        requests = [
+            Prepare(key, CHECK_TOKENS, each) for turn in turns for key, names in chosen.items() for each in names[turn]
+        ]
         tally = Tally()
         for request, reply in crew.work(requests, until=until):
             assert isinstance(request, Prepare)
@@ -219,15 +222,22 @@ class _Kept:
 
 
 def race(
-    check: Check, key: str, tokens: int, name: str, backend: Backend, coefficients: GpuCoefficients, gbps: float
+    check: Check,
+    key: str,
+    tokens: int,
+    name: str,
+    backend: Backend,
+    coefficients: GpuCoefficients,
+    gbps: float,
+    seconds: float,
 ) -> None:
     """The model's choice against the fastest of what is timed."""
     title = f"{key} at {tokens}"
-    with check.part(title, 40) as values:
+    with check.part(title, 25) as values:
         if values is None:
             return
         problem = Problem.parse(key)
-        until = time.monotonic() + min(70.0, check.left_s() - 10)
+        until = time.monotonic() + seconds
         candidates = {each.name: each for each in backend.space(problem, 1) if isinstance(each, Candidate)}
         with Crew(Setup(name), workers()) as crew:
             counter = TileCounter(backend, crew, _Kept(), "")
@@ -320,6 +330,7 @@ def peers(check: Check) -> None:
             from gpu_peers import compare  # lies beside this script
 
             values.update(compare(32, 8, 128, (4096, 16384)))
+            check.notes += [f"peers: {note}" for note in values["notes"]]
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------
@@ -336,11 +347,12 @@ def run_on_gpu(check: Check, here: GpuHere) -> None:
     check.found["gpu"] = {**here.as_dict(), "profile": gpu.name, "fingerprint": gpu.fingerprint}
     check.found["clocks"] = state.as_dict() if (state := Meter(here.pci).state()) is not None else None
     total_s = check.left_s()
-    correctness(check, name, backend, start + 0.3 * total_s)
+    correctness(check, name, backend, start + 0.25 * total_s)
     gbps = bandwidth(check, Driver(here.ordinal), gpu)
-    coefficients = calibration(check, name, backend, gpu, here.ordinal, 0.2 * total_s)
-    for key, tokens in RACES:
-        race(check, key, tokens, name, backend, coefficients, gbps)
+    coefficients = calibration(check, name, backend, gpu, here.ordinal, 0.15 * total_s)
+    for done, (key, tokens) in enumerate(RACES):
+        seconds = (check.left_s() - FOR_PEERS_S) / (len(RACES) - done)
+        race(check, key, tokens, name, backend, coefficients, gbps, seconds)
     peers(check)
 
 

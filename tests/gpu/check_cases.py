@@ -60,7 +60,7 @@ def test_the_choice_is_compared_with_the_fastest(fake, script, monkeypatch):
     monkeypatch.setattr(script, "featured", lambda *rest: told)
     check = script.Check(time.monotonic() + 200)
     coefficients = default_coefficients(board)
-    script.race(check, PROBLEM.key, 64, "fake_gpu_backend:FakeGpuBackend", Racing(), coefficients, 500.0)
+    script.race(check, PROBLEM.key, 64, "fake_gpu_backend:FakeGpuBackend", Racing(), coefficients, 500.0, 100.0)
     assert check.notes == []
     (found,) = check.found.values()
     assert found["choice"] == candidate(2).name and candidate(4, FAULT).name in found["faults"]
@@ -82,5 +82,5 @@ def test_a_race_without_a_finisher_is_said(fake, script, monkeypatch):
     monkeypatch.setattr(script, "featured", lambda *rest: {candidate(4, FAULT).name: some_features(board)})
     check = script.Check(time.monotonic() + 200)
     name = "fake_gpu_backend:FakeGpuBackend"
-    script.race(check, PROBLEM.key, 64, name, Racing(), default_coefficients(board), 500.0)
+    script.race(check, PROBLEM.key, 64, name, Racing(), default_coefficients(board), 500.0, 100.0)
     assert len(check.notes) == 1 and "nothing could be timed: crashed" in check.notes[0]
