@@ -62,14 +62,18 @@ def checked_call(
     first = packed[roles[0]]
     count = check_tokens(first.tokens if tokens is None else tokens, problem.length_name)
     most = min(operand.capacity for operand in packed.values())
+    matrix = problem.operator == "gemv"
     if count > most:
-        raise ProblemError(f"{count} {problem.length_name} asked of an operand that holds {most}")
+        raise ProblemError(
+            f"{count} {problem.length_name} asked of {'a matrix' if matrix else 'an operand'} that holds {most}"
+        )
     columns = count if problem.operator == "sv" else problem.head_dim
     if x.shape != (problem.heads, problem.query_rows, columns):
         raise ProblemError(f"x must have shape {(problem.heads, problem.query_rows, columns)}, not {x.shape}")
     if not np.isfinite(x).all():
         head, row, column = (int(i) for i in np.argwhere(~np.isfinite(x))[0])
-        raise QuantizationError(f"x[head {head}, row {row}, column {column}] = {x[head, row, column]} is not finite")
+        place = f"vector {row}, column {column}" if matrix else f"head {head}, row {row}, column {column}"
+        raise QuantizationError(f"x[{place}] = {x[head, row, column]} is not finite")
     shape = (problem.heads, problem.query_rows, count if problem.operator in ("qk", "gemv") else problem.head_dim)
     if out is None:
         out = np.empty(shape, np.float32)

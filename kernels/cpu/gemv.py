@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import gemv_fields as fields
+from ..calls import checked_call
 from ..candidate import Candidate
-from ..errors import ProblemError, QuantizationError
 from ..packed import OPERAND_FIELDS, TOKEN_BLOCK, aligned_zeros
-from ..problem import Problem, check_tokens
+from ..problem import Problem
 from .kernel import Bound, CpuKernel
 from .keys import Preparation
 from .pool import pool
@@ -61,24 +61,10 @@ class GemvKernel(CpuKernel):
         job[fields.BLOCK], job[fields.SPLITS] = schedule.block, schedule.splits
 
     def bind(self, *operands: Any, tokens: int | None = None, out: Float32 | None = None) -> Bound:
-        problem, job = self.problem, self._job.copy()
-        if len(operands) != 2:
-            raise ProblemError(f"gemv takes 2 operands, not {len(operands)}")
-        x, matrix = np.ascontiguousarray(operands[0], np.float32), self._checked("k", operands[1])
-        rows = check_tokens(matrix.tokens if tokens is None else tokens)
-        if rows > matrix.capacity:
-            raise ProblemError(f"{rows} rows asked of a matrix that holds {matrix.capacity}")
-        if x.shape != (1, problem.query_rows, problem.head_dim):
-            raise ProblemError(f"x must have shape {(1, problem.query_rows, problem.head_dim)}, not {x.shape}")
-        if not np.isfinite(x).all():
-            _, vector, column = (int(i) for i in np.argwhere(~np.isfinite(x))[0])
-            raise QuantizationError(f"x[vector {vector}, column {column}] = {x[0, vector, column]} is not finite")
-        shape = (1, problem.query_rows, rows)
-        if out is None:
-            out = np.empty(shape, np.float32)
-        elif out.shape != shape or out.dtype != np.float32 or not (out.flags.c_contiguous and out.flags.writeable):
-            raise ProblemError(f"out must be a writable, contiguous float32 array of shape {shape}")
-        job[fields.X], job[fields.OUT], job[fields.ROWS] = x.ctypes.data, out.ctypes.data, rows
+        job = self._job.copy()
+        call = checked_call(self.problem, self.candidate, operands, tokens, out)
+        x, matrix, out = call.x, call.packed["k"], call.out
+        job[fields.X], job[fields.OUT], job[fields.ROWS] = x.ctypes.data, out.ctypes.data, call.tokens
         if not self._prepare:
             job[fields.PREPARED] = x.ctypes.data
         job[fields.MATRIX : fields.MATRIX + OPERAND_FIELDS] = (*matrix.addresses, self._tile)

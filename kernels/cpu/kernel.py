@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from .. import fields
 from ..backend import Kernel
+from ..calls import checked_call, packed_operand
 from ..candidate import Candidate
-from ..errors import LayoutError, ProblemError, QuantizationError
-from ..packed import OPERAND_FIELDS, PackedTensor, aligned_zeros, pack, require_packed
-from ..problem import Problem, check_tokens
-from ..quantize import Quantized, quantize
+from ..packed import OPERAND_FIELDS, PackedTensor, aligned_zeros
+from ..problem import Problem
+from ..quantize import Quantized
 from ..reference import softmax_scale
 from .keys import Preparation
 from .pool import pool
@@ -101,49 +101,26 @@ class CpuKernel(Kernel):
             job[fields.AUX_COUNT] = len(self._prepared.aux_group)
 
     def pack(self, role: str, values: NDArray[np.floating] | Quantized, capacity: int | None = None) -> PackedTensor:
-        layout = {"k": self.candidate.k, "v": self.candidate.v}.get(role)
-        if layout is None:
-            raise LayoutError(f"{self.problem.operator} has no packed operand {role!r}")
-        quantized = values if isinstance(values, Quantized) else quantize(values, self.problem.stored(role), role)
-        return pack(quantized, layout, capacity)
+        return packed_operand(self.problem, self.candidate, role, values, capacity)
 
     def __call__(self, *operands: Any, tokens: int | None = None, out: Float32 | None = None) -> Float32:
         return self.bind(*operands, tokens=tokens, out=out)()
 
     def bind(self, *operands: Any, tokens: int | None = None, out: Float32 | None = None) -> Bound:
-        problem = self.problem
-        roles = problem.roles
-        if len(operands) != 1 + len(roles):
-            raise ProblemError(f"{problem.operator} takes {1 + len(roles)} operands, not {len(operands)}")
-        x, job = np.ascontiguousarray(operands[0], np.float32), self._job.copy()
-        packed = [self._checked(role, operand) for role, operand in zip(roles, operands[1:], strict=True)]
-        for role, operand in zip(roles, packed, strict=True):
+        problem, job = self.problem, self._job.copy()
+        call = checked_call(problem, self.candidate, operands, tokens, out)
+        if (splits := self._splits(call.tokens)) > self.candidate.schedule.splits:
+            return self._with_splits(splits).bind(*operands, tokens=tokens, out=out)
+        for role, operand in call.packed.items():
             start = fields.K if role == "k" else fields.V
             job[start : start + OPERAND_FIELDS] = (*operand.addresses, self._tiles[role])
-        count = check_tokens(packed[0].tokens if tokens is None else tokens)
-        if any(count > operand.capacity for operand in packed):
-            raise ProblemError(f"{count} tokens asked of an operand that holds {min(o.capacity for o in packed)}")
-        columns = count if problem.operator == "sv" else problem.head_dim
-        if (splits := self._splits(count)) > self.candidate.schedule.splits:
-            return self._with_splits(splits).bind(*operands, tokens=tokens, out=out)
-        if x.shape != (problem.heads, problem.query_rows, columns):
-            raise ProblemError(f"x must have shape {(problem.heads, problem.query_rows, columns)}, not {x.shape}")
-        if not np.isfinite(x).all():
-            head, row, column = (int(i) for i in np.argwhere(~np.isfinite(x))[0])
-            raise QuantizationError(
-                f"x[head {head}, row {row}, column {column}] = {x[head, row, column]} is not finite"
-            )
-        shape = (problem.heads, problem.query_rows, count if problem.operator in ("qk", "gemv") else problem.head_dim)
-        if out is None:
-            out = np.empty(shape, np.float32)
-        elif not _fits(out, shape):
-            raise ProblemError(f"out must be a writable, contiguous float32 array of shape {shape}")
-        job[fields.X] = x.ctypes.data
+        columns = call.x.shape[2]
+        job[fields.X] = call.x.ctypes.data
         job[fields.X_HEAD_STRIDE] = problem.rows * columns
         job[fields.X_ROW_STRIDE] = columns
-        job[fields.OUT] = out.ctypes.data
-        job[fields.TOKENS] = count
-        return Bound(self, job, out, (x, *packed))
+        job[fields.OUT] = call.out.ctypes.data
+        job[fields.TOKENS] = call.tokens
+        return Bound(self, job, call.out, (call.x, *call.packed.values()))
 
     def _splits(self, tokens: int) -> int:
         """Splits of a context of ``tokens``: the schedule's, or a multiple that leaves each task `MOST_TOKENS`."""
@@ -160,28 +137,6 @@ class CpuKernel(Kernel):
             candidate = replace(self.candidate, plan=schedule)
             self._finer[splits] = CpuKernel(self.problem, candidate, *self._parts)
         return self._finer[splits]
-
-    def _checked(self, role: str, value: object) -> PackedTensor:
-        """``value`` if it is an operand that this kernel reads; another layout would give silently wrong numbers."""
-        operand = require_packed(value, role)
-        layout = self.candidate.k if role == "k" else self.candidate.v
-        if operand.layout != layout:
-            raise LayoutError(f"operand {role} is packed as {operand.layout}, the kernel reads {layout}")
-        if (operand.heads, operand.head_dim) != (self.problem.kv_heads, self.problem.head_dim):
-            raise ProblemError(
-                f"operand {role} has {operand.heads} heads of {operand.head_dim}, the problem has "
-                f"{self.problem.kv_heads} of {self.problem.head_dim}"
-            )
-        return operand
-
-
-def _fits(out: object, shape: tuple[int, ...]) -> bool:
-    return (
-        isinstance(out, np.ndarray)
-        and out.shape == shape
-        and out.dtype == np.float32
-        and bool(out.flags.c_contiguous and out.flags.writeable)
-    )
 
 
 class Bound:
