@@ -85,6 +85,10 @@ class GpuPrices:
         return {name.removesuffix("_us"): time_us for name, time_us in found.items()}
 
 
+MOST_CONTEXTS, CONTEXT_BYTES = 8, 2 << 30
+"""Each worker that runs candidates has a context on the GPU, and operands there: so many, and so much memory a worker."""
+
+
 def kernel_of(counts: Sequence[Counts]) -> KernelCounts:
     """A GPU's candidate is one kernel."""
     (only,) = counts
@@ -117,7 +121,9 @@ class GpuTarget(Target):
 
         self.name, self.backend = name, backend
         self.gpu, self.here, self.chosen = chosen_gpu(backend.target(), board)
-        self.workers = detect().cores
+        cores = detect().cores
+        room = max(self.gpu.memory_bytes // CONTEXT_BYTES, 1)
+        self.workers = cores if self.here is None else min(cores, MOST_CONTEXTS, room)
         self.cache_bytes = self.gpu.l2_bytes
         self.languages = ("PTX", f"machine code for {backend.target()}")
 
