@@ -86,7 +86,7 @@ class GpuPrices:
 
 
 MOST_CONTEXTS, CONTEXT_BYTES = 8, 2 << 30
-"""Each worker that runs candidates has a context on the GPU, and operands there: so many, and so much memory a worker."""
+"""Each worker that runs candidates has a context on the GPU and operands there: so many, so much memory each."""
 
 
 def kernel_of(counts: Sequence[Counts]) -> KernelCounts:
