@@ -281,7 +281,7 @@ def featured(
     for name, own in counts.items():
         candidate = candidates[name]
         try:
-            made = work(problem, candidate, tokens)
+            made = work(problem, candidate, tokens, gpu.arch)
             found[name] = gpu_features(problem, candidate, tokens, own[0], gpu, made)  # type: ignore[arg-type]
         except LowbitError:
             continue

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from ..kernels.candidate import Candidate
 from ..kernels.cuda import marks
+from ..kernels.cuda.records import RECORD_HEAD
 from ..kernels.cuda.work import WarpAccess, Work
 from ..kernels.errors import CompileError
 from ..kernels.problem import Problem, check_tokens
@@ -296,5 +297,5 @@ def _partial_bytes(problem: Problem, tokens: int, splits: int) -> float:
     if splits == 1 or problem.operator == "qk":
         return 0.0
     rows = problem.heads * problem.query_rows
-    width = {"attend": problem.head_dim + 2, "gemv": tokens}.get(problem.operator, problem.head_dim)
+    width = tokens if problem.operator == "gemv" else RECORD_HEAD + problem.head_dim
     return float(splits * rows * width * FLOAT_BYTES)

@@ -155,7 +155,8 @@ def calibrate_gpu(
                     continue
                 assert isinstance(reply, GpuSlot)
                 try:
-                    features = gpu_features(problem, candidate, tokens, counts, gpu, work(problem, candidate, tokens))
+                    made = work(problem, candidate, tokens, gpu.arch)
+                    features = gpu_features(problem, candidate, tokens, counts, gpu, made)
                 except LowbitError as error:
                     failed[f"{key}: {candidate.name}"] = str(error)
                     continue

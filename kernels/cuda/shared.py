@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from .contraction import FACTOR_BYTES, Contraction
 from .key_tile import KeyTile
 from .mapping import TILE
+from .records import RECORD_HEAD
 
 
 def _aligned(size: int, to: int = 16) -> int:
@@ -117,7 +118,7 @@ def shared(
         products=pairs * TILE * 4,
         weights=pairs * TILE if integer else 0,
         value_factors=_aligned(pairs * FACTOR_BYTES) if integer else 0,
-        record=4 * rows * (TILE if values is None else 2 + head_dim),
+        record=4 * rows * (TILE if values is None else RECORD_HEAD + head_dim),
         stage=stage,
         stages=stages,
     )

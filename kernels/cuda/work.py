@@ -32,7 +32,8 @@ class WarpAccess:
     Attributes
     ----------
     name : str
-        What is accessed: ``k``, ``v``, ``scales``, ``x``, ``weights``, ``partials`` or ``out``.
+        What is accessed: ``k``, ``v``, ``scales``, ``x`` or ``weights``. Results and partial results are too few to be
+        told.
     space : str
         ``global`` or ``shared``.
     kind : str
@@ -76,8 +77,8 @@ class Work:
     accesses: tuple[WarpAccess, ...]
 
 
-def work(problem: Problem, candidate: Candidate, tokens: int, arch: str = "sm_80") -> Work:
-    """What one call of a candidate's main kernel does.
+def work(problem: Problem, candidate: Candidate, tokens: int, arch: str) -> Work:
+    """What one call of a candidate's main kernel does on an architecture.
 
     Raises
     ------
@@ -235,7 +236,7 @@ def _grouped(
 
 
 def _small_reads(row_bytes: int, c: Contraction, bundles: int) -> tuple[int, int]:
-    """Width and number of the loads of one row of the small operand; see `contraction._SmallReader`."""
+    """Width and number of the loads of one row of the small operand; see `contraction.SmallReader`."""
     if c.tiling.lanes_r > 1:
         words = c.bundle_bytes // 4
         size = next(n for n in (4, 2, 1) if words % n == 0)

@@ -14,7 +14,7 @@ from lowbit.costmodel.traffic import call_bytes
 from lowbit.costmodel.warp_access import sectors
 from lowbit.kernels.candidate import Candidate, Launch
 from lowbit.kernels.cuda import marks
-from lowbit.kernels.cuda.program import Geometry
+from lowbit.kernels.cuda.program import Geometry, build
 from lowbit.kernels.cuda.space import space
 from lowbit.kernels.cuda.work import WarpAccess, Work
 from lowbit.kernels.cuda.work import work as launch_work
@@ -279,7 +279,7 @@ def test_what_real_warps_ask_for_agrees_with_what_layouts_touch(problem):
     ratios = []
     for plan in islice((each for each in space(problem, "sm_86") if isinstance(each, Candidate)), 0, 120, 5):
         for tokens in (1000, 2048):
-            real = launch_work(problem, plan, tokens)
+            real = launch_work(problem, plan, tokens, "sm_86")
             found = gpu_features(problem, plan, tokens, COUNTS, GPU, real)
             asked = sum(
                 sectors(access) * 32 * access.count * real.iterations[access.mark]
@@ -290,5 +290,6 @@ def test_what_real_warps_ask_for_agrees_with_what_layouts_touch(problem):
             assert asked >= distinct
             assert distinct <= found.loaded_bytes <= asked
             assert found.rounds >= 1
+            assert found.merge_bytes == build(problem, plan, "sm_86").workspace_bytes(tokens)
             ratios.append(asked / distinct)
     assert min(ratios) == 1.0

@@ -486,7 +486,7 @@ def test_dots_of_a_launch() -> None:
     problem = Problem("qk", 32, 8, 128, "w4a8")
     candidate = Candidate.parse(f"K: T/32 D/32 t32 d32 | int4/lane_interleaved/offset; integer; {LAUNCH}")
     counts = count_kernel(CudaBackend("sm_86").code(problem, candidate)[0])
-    launch = work(problem, candidate, 4096)
+    launch = work(problem, candidate, 4096, "sm_86")
     executed = counts.executed(launch.iterations, warps=8 * 16 * 4)
     # Each of 32 heads multiplies 4096 tokens of 128 codes, four a dot, in 32 lanes.
     assert executed["dot"] == 32 * 4096 * 128 / 4 / 32

@@ -44,7 +44,7 @@ def some_features(board) -> GpuFeatures:
     backend, problem = backend_named("sm_86"), Problem.parse("qk h2/1 d32 q1 fp16")
     made = backend.baseline(problem, 1)
     (code,) = backend.code(problem, made)
-    return gpu_features(problem, made, 64, count_kernel(code), board, work(problem, made, 64))
+    return gpu_features(problem, made, 64, count_kernel(code), board, work(problem, made, 64, "sm_86"))
 
 
 def test_the_choice_is_compared_with_the_fastest(fake, script, monkeypatch):

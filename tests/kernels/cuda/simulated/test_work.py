@@ -74,7 +74,7 @@ def test_loops_and_loads_are_as_many_as_simulated_threads_execute(case, tokens, 
     seen = Observed(monkeypatch, regions)
     kernel(operands.x, *packed.values())
 
-    said = work(p, candidate, tokens)
+    said = work(p, candidate, tokens, "sm_86")
     expected = Counter()
     for access in said.accesses:
         if access.space == "global":
