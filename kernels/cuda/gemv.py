@@ -37,12 +37,12 @@ def build_gemv(steps: Steps) -> Callable[..., None]:
     prepare = control.device(build_prepare(steps))
     keys, rows, columns = k.keys, steps.rows, steps.problem.head_dim
     count, data_bytes, step_bytes, step_factors = keys.count, keys.data_bytes, keys.step_bytes, keys.step_factors
-    tile_bytes, scale_tile, scale_bytes = k.tile_bytes, k.scale_tile, k.scale_step
+    scale_bytes = k.scale_step
     thread_index, threads_of_block, split_of = control.thread, control.threads, control.split_of
     lane_index, warp_index, warps_of_block = control.lane, control.warp, control.warps
     block_x, block_y, block_z = (control.block(axis) for axis in range(3))
     block_barrier, key_step, no_scores, reduce = control.block_barrier, k.step, k.zeros, k.reduce
-    k_place, k_scale_place = k.place, k.scale_place
+    k_place, k_data, k_scale_place, k_scales_at = k.place, k.data, k.scale_place, k.scales
     small_place, factor_place, token_of = k.small_place, k.factor_place, k.token_of
     store_rows, load, add, zero = k.store_rows, control.load_shared_float, control.add, control.zero
     store_global, results = control.store_global_float, np.int32(rows * TILE)
@@ -64,8 +64,8 @@ def build_gemv(steps: Steps) -> Callable[..., None]:
         first, stop = split_of(count, split, splits, 0)
         prepare(x + 4 * columns * first_row, rows_all - first_row, factor, first, stop)
         block_barrier()
-        data = k_place(k_words, lane) + tile * tile_bytes
-        scales = k_scale_place(k_scales, lane) + tile * scale_tile
+        data = k_data(k_words, tile, 0, k_place(lane))
+        scales = k_scales_at(k_scales, tile, 0, k_scale_place(lane))
         small, factors = small_place(lane), factor_place(lane)
         sums = no_scores()
         start, _ = split_of(count, split, splits, warp)

@@ -14,6 +14,7 @@ from .mapping import LANES, TILE
 from .marks import K_STEP
 from .ops import Ops, Type, Value, step
 from .shared import Shared
+from .staging import in_tile
 
 
 class KeySteps:
@@ -39,17 +40,18 @@ class KeySteps:
         token_table = [token_of(keys, lane) for lane in range(LANES)]
         first_token = tiling.output(0, 0)[0]
 
-        def data_place(ops: Ops, base: Value, lane: Value) -> Value:
+        def data_place(ops: Ops, lane: Value) -> Value:
+            """The lane's byte in a tile."""
             o_lane, r_lane = lanes_of(ops, lane, tiling.lanes_r)
             across, along = ops.mul(o_lane, ops.i32(tiling.o_stride)), ops.mul(r_lane, ops.i32(tiling.r_stride))
-            return ops.address(base, ops.add(across, along))
+            return ops.add(across, along)
 
-        def scale_place(ops: Ops, base: Value, lane: Value) -> Value:
+        def scale_place(ops: Ops, lane: Value) -> Value:
+            """The lane's byte in a tile's scales."""
             o_lane, r_lane = lanes_of(ops, lane, tiling.lanes_r)
             token = ops.add(part_of(ops, o_lane, keys.token_part), ops.i32(first_token))
             group = part_of(ops, r_lane, keys.group_part)
-            offset = ops.add(ops.mul(group, ops.i32(TILE * SCALE_BYTES)), ops.mul(token, ops.i32(SCALE_BYTES)))
-            return ops.address(base, offset)
+            return ops.add(ops.mul(group, ops.i32(TILE * SCALE_BYTES)), ops.mul(token, ops.i32(SCALE_BYTES)))
 
         def small_place(ops: Ops, lane: Value) -> Value:
             _, r_lane = lanes_of(ops, lane, tiling.lanes_r)
@@ -78,8 +80,11 @@ class KeySteps:
             for row, value in enumerate(values):
                 ops.store_shared(place, 4 * row * TILE, (value,))
 
-        self.place = step(data_place, [address, "i32"], address)
-        self.scale_place = step(scale_place, [address, "i32"], address)
+        self.place = step(data_place, ["i32"], "i32")
+        self.scale_place = step(scale_place, ["i32"], "i32")
+        scale_bytes = c.groups * TILE * SCALE_BYTES if c.scaled else 0
+        self.data = in_tile(shared, 0, tiling.tile_bytes)
+        self.scales = in_tile(shared, 1, scale_bytes)
         self.small_place = step(small_place, ["i32"], "i32")
         self.factor_place = step(factor_place, ["i32"], "i32")
         self.zeros = step(lambda ops: (ops.f32(0.0),) * (count * tokens), [], sums)
@@ -120,8 +125,6 @@ class KeySteps:
     def _sum_steps(self, control: Control, sums: Type, address: Type, staged: bool, stream: bool) -> None:
         """Sums of a tile's products: one step, or a loop over steps."""
         keys, c = self.keys, self.keys.contraction
-        scale_tile = c.groups * TILE * SCALE_BYTES if c.scaled else 0
-        tile_bytes = c.tiling.tile_bytes
         one = step(
             lambda ops, found, data, scales, small, factors: keys.body(
                 ops, found, data, scales, small, factors, staged, stream
@@ -131,16 +134,10 @@ class KeySteps:
         )
         count, data_bytes, small_bytes = keys.count, keys.data_bytes, keys.step_bytes
         scale_bytes, factor_bytes = keys.group_step * TILE * SCALE_BYTES, keys.step_factors
-        self.step, self.tile_bytes = one, tile_bytes
-        self.scale_tile, self.scale_step = scale_tile, scale_bytes if c.scaled else 0
+        self.step, self.scale_step = one, scale_bytes if c.scaled else 0
         mark = control.mark(K_STEP)
 
-        def once(found: Any, data: Any, scales: Any, small: Any, factors: Any, tile: Any) -> Any:
-            return one(found, data + tile * tile_bytes, scales + tile * scale_tile, small, factors)
-
-        def loop(found: Any, data: Any, scales: Any, small: Any, factors: Any, tile: Any) -> Any:
-            data += tile * tile_bytes
-            scales += tile * scale_tile
+        def loop(found: Any, data: Any, scales: Any, small: Any, factors: Any) -> Any:
             for number in range(count):
                 mark()
                 found = one(
@@ -152,4 +149,4 @@ class KeySteps:
                 )
             return found
 
-        self.sums = control.device(once if count == 1 else loop)
+        self.sums = one if count == 1 else control.device(loop)

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from . import marks
-from .contraction import SCALE_BYTES
 from .mapping import TILE
 from .records import RECORD_HEAD
 from .softmax import PAIRS
@@ -106,23 +105,23 @@ def build_prepare(steps: Steps) -> Callable[..., None]:
 
 def build_attend(steps: Steps) -> Kernel:
     """Fused decode attention."""
+    control, online, ring = steps.control, steps.online(), steps.ring()
     k, v = steps.keys, steps.values
-    control = steps.control
-    online = steps.online()
     prepare = control.device(build_prepare(steps))
     finish = control.device(build_finish(steps))
     weigh = control.device(build_weigh(steps))
     rows, head_dim, count = steps.rows, steps.problem.head_dim, k.keys.count
-    v_scale_tile = v.values.contraction.groups * TILE * SCALE_BYTES if v.values.contraction.scaled else 0
     lane_index, warp_index, warps_of_block, tiles_of = control.lane, control.warp, control.warps, control.tiles
     block_x, block_y, block_z = (control.block(axis) for axis in range(3))
     block_barrier, warp_barrier = control.block_barrier, control.warp_barrier
-    k_place, v_place, token_of, slot_of = k.place, v.place, k.token_of, v.slot_of
-    k_scale_place, small_place, factor_place = k.scale_place, k.small_place, k.factor_place
-    scores_of, no_scores, no_state, no_out = k.sums, k.zeros, v.start, v.zeros
-    seen, update, rescale, accumulate = online.seen, online.update, online.rescale, v.accumulate
-    state_of, weights_of, shrinks_of, dither = online.state_of, online.weights_of, online.shrinks_of, v.dither
-    reduce_scores, mark = k.reduce, control.mark(marks.TILE)
+    sources_of, begin, advance, following = ring.sources, ring.begin, ring.advance, ring.following
+    k_place, k_data, k_scale_place, k_scales_at, token_of = k.place, k.data, k.scale_place, k.scales, k.token_of
+    v_place, v_data, v_scales_at, slot_of, dither = v.place, v.data, v.scales, v.slot_of, v.dither
+    small_place, factor_place, sums_of, reduce = k.small_place, k.factor_place, k.sums, k.reduce
+    no_scores, no_state, no_out, accumulate = k.zeros, v.start, v.zeros, v.accumulate
+    seen, update, rescale = online.seen, online.update, online.rescale
+    state_of, weights_of, shrinks_of = online.state_of, online.weights_of, online.shrinks_of
+    mark = control.mark(marks.TILE)
     warp_base, warp_bytes = steps.shared.warps, steps.shared.warp
 
     def attend(
@@ -147,119 +146,33 @@ def build_attend(steps: Steps) -> Kernel:
     ) -> None:
         head, split, first_row = block_x(), block_y(), block_z() * rows
         lane, warp, warps = lane_index(), warp_index(), warps_of_block()
+        k_words += head * k_stride
+        k_scales += head * k_scale_stride
+        v_words += head * v_stride
+        v_scales += head * v_scale_stride
+        first, stop = tiles_of(tokens, query_rows, window, split, splits, warp)
+        sources = sources_of(k_words, k_scales, v_words, v_scales)
+        ring = begin(sources, first, stop, warps, warp, lane)
         prepare(x + 4 * head_dim * (head * rows_all + first_row), rows_all - first_row, factor, 0, count)
         block_barrier()
         bounds = seen(first_row, tokens, query_rows, window)
-        first, stop = tiles_of(tokens, query_rows, window, split, splits, warp)
-        keys = k_place(k_words + head * k_stride, lane)
-        key_scales = k_scale_place(k_scales + head * k_scale_stride, lane)
-        values = v_place(v_words + head * v_stride, lane)
-        token = token_of(lane)
-        value_scales = v_scales + head * v_scale_stride + 2 * token
-        small, factors = small_place(lane), factor_place(lane)
+        key, key_scale, token, value = k_place(lane), k_scale_place(lane), token_of(lane), v_place(lane)
+        small, factors, thresholds = small_place(lane), factor_place(lane), dither(lane)
         mine = warp_base + warp * warp_bytes
         slot = mine + 4 * slot_of(lane)
-        thresholds = dither(lane)
-        state, total = no_state(), no_out()
+        state, total, number = no_state(), no_out(), 0
         for tile in range(first, stop, warps):
             mark()
-            sums = scores_of(no_scores(), keys, key_scales, small, factors, tile)
-            scores = reduce_scores(sums, lane)
+            stage = advance(sources, tile, stop, warps, ring, number, lane)
+            keys, key_scales = k_data(k_words, tile, stage, key), k_scales_at(k_scales, tile, stage, key_scale)
+            scores = reduce(sums_of(no_scores(), keys, key_scales, small, factors), lane)
             found = update(state, scores, tile * 32 + token, bounds, cap)
             state = state_of(found)
             total = rescale(total, shrinks_of(found))
-            weigh(weights_of(found), value_scales + tile * v_scale_tile, slot, mine, lane, thresholds)
-            total = accumulate(total, values, tile, mine, lane)
+            weigh(weights_of(found), v_scales_at(v_scales, tile, stage, 2 * token), slot, mine, lane, thresholds)
+            total = accumulate(total, v_data(v_words, tile, stage, 0), value, mine, lane)
             warp_barrier()
-        finish(state, total, out, partials, head, split, splits, first_row, rows_all)
-
-    return attend
-
-
-def build_staged_attend(steps: Steps) -> Kernel:
-    """The same with tiles that pass through shared memory: a warp asks for a tile some tiles before it needs it."""
-    k, v = steps.keys, steps.values
-    control = steps.control
-    online, ring = steps.online(), steps.ring()
-    prepare = control.device(build_prepare(steps))
-    finish = control.device(build_finish(steps))
-    weigh = control.device(build_weigh(steps))
-    rows, head_dim, count = steps.rows, steps.problem.head_dim, k.keys.count
-    stage, stages = steps.shared.stage, steps.shared.stages
-    assert stage is not None
-    _, key_scales_at, values_at, value_scales_at = stage.places
-    stage_bytes, ring_bytes = stage.nbytes, steps.shared.ring_bytes
-    lane_index, warp_index, warps_of_block, tiles_of = control.lane, control.warp, control.warps, control.tiles
-    block_x, block_y, block_z = (control.block(axis) for axis in range(3))
-    block_barrier, warp_barrier, wait = control.block_barrier, control.warp_barrier, ring.wait
-    k_place, v_place, token_of, slot_of = k.place, v.place, k.token_of, v.slot_of
-    k_scale_place, small_place, factor_place = k.scale_place, k.small_place, k.factor_place
-    scores_of, no_scores, no_state, no_out = k.sums, k.zeros, v.start, v.zeros
-    seen, update, rescale, accumulate = online.seen, online.update, online.rescale, v.accumulate
-    state_of, weights_of, shrinks_of, dither = online.state_of, online.weights_of, online.shrinks_of, v.dither
-    reduce, copy_tile, four, mark = k.reduce, ring.copy_tile, ring.four, control.mark(marks.TILE)
-    warp_base, warp_bytes = steps.shared.warps, steps.shared.warp
-
-    def attend(
-        k_words: Any,
-        k_scales: Any,
-        v_words: Any,
-        v_scales: Any,
-        x: Any,
-        out: Any,
-        partials: Any,
-        k_stride: Any,
-        k_scale_stride: Any,
-        v_stride: Any,
-        v_scale_stride: Any,
-        tokens: Any,
-        rows_all: Any,
-        query_rows: Any,
-        splits: Any,
-        window: Any,
-        factor: Any,
-        cap: Any,
-    ) -> None:
-        head, split, first_row = block_x(), block_y(), block_z() * rows
-        lane, warp, warps = lane_index(), warp_index(), warps_of_block()
-        first, stop = tiles_of(tokens, query_rows, window, split, splits, warp)
-        sources = four(
-            k_words + head * k_stride,
-            k_scales + head * k_scale_stride,
-            v_words + head * v_stride,
-            v_scales + head * v_scale_stride,
-        )
-        ring = ((warp_base + warps * warp_bytes + 1023) & ~1023) + warp * ring_bytes
-        for ahead in range(stages - 1):
-            copy_tile(sources, first + ahead * warps, stop, ring + ahead * stage_bytes, lane)
-        source = x + 4 * head_dim * (head * rows_all + first_row)
-        prepare(source, rows_all - first_row, factor, 0, count)
-        block_barrier()
-        bounds = seen(first_row, tokens, query_rows, window)
-        keys, key_scales = k_place(0, lane), k_scale_place(key_scales_at, lane)
-        values, token = v_place(values_at, lane), token_of(lane)
-        value_scales = value_scales_at + 2 * token
-        small, factors = small_place(lane), factor_place(lane)
-        mine = warp_base + warp * warp_bytes
-        slot = mine + 4 * slot_of(lane)
-        thresholds = dither(lane)
-        state, total = no_state(), no_out()
-        number = 0
-        for tile in range(first, stop, warps):
-            mark()
-            last = number - 1 if number > 0 else stages - 1
-            copy_tile(sources, tile + (stages - 1) * warps, stop, ring + last * stage_bytes, lane)
-            wait()
-            warp_barrier()
-            here = ring + number * stage_bytes
-            sums = scores_of(no_scores(), keys + here, key_scales + here, small, factors, 0)
-            found = update(state, reduce(sums, lane), tile * 32 + token, bounds, cap)
-            state = state_of(found)
-            total = rescale(total, shrinks_of(found))
-            weigh(weights_of(found), value_scales + here, slot, mine, lane, thresholds)
-            total = accumulate(total, values, here, mine, lane)
-            warp_barrier()
-            number = number + 1 if number + 1 < stages else 0
+            number = following(number)
         finish(state, total, out, partials, head, split, splits, first_row, rows_all)
 
     return attend
@@ -376,12 +289,11 @@ def build_sv(steps: Steps) -> Kernel:
     finish = control.device(build_finish(steps))
     weigh = control.device(build_weigh(steps))
     rows = steps.rows
-    v_scale_tile = v.values.contraction.groups * TILE * SCALE_BYTES if v.values.contraction.scaled else 0
     lane_index, warp_index, warps_of_block, tiles_of = control.lane, control.warp, control.warps, control.tiles
     block_x, block_y, block_z = (control.block(axis) for axis in range(3))
     block_barrier, warp_barrier, no_out = control.block_barrier, control.warp_barrier, v.zeros
-    v_place, slot_of, dither, accumulate = v.place, v.slot_of, v.dither, v.accumulate
-    given, no_state, mark = v.given_weights, v.start, control.mark(marks.TILE)
+    v_place, v_data, v_scales_at, slot_of, dither = v.place, v.data, v.scales, v.slot_of, v.dither
+    accumulate, given, no_state, mark = v.accumulate, v.given_weights, v.start, control.mark(marks.TILE)
     warp_base, warp_bytes = steps.shared.warps, steps.shared.warp
 
     def sv(
@@ -400,8 +312,9 @@ def build_sv(steps: Steps) -> Kernel:
         lane, warp, warps = lane_index(), warp_index(), warps_of_block()
         block_barrier()
         first, stop = tiles_of(tokens, 1, 0, split, splits, warp)
-        values = v_place(v_words + head * v_stride, lane)
-        value_scales = v_scales + head * v_scale_stride + 2 * lane
+        v_words += head * v_stride
+        v_scales += head * v_scale_stride
+        value = v_place(lane)
         source = x + 4 * (head * rows_all + first_row) * tokens
         mine = warp_base + warp * warp_bytes
         slot = mine + 4 * slot_of(lane)
@@ -411,8 +324,8 @@ def build_sv(steps: Steps) -> Kernel:
             mark()
             token = tile * 32 + lane
             weights = given(source, token, tokens, rows_all - first_row)
-            weigh(weights, value_scales + tile * v_scale_tile, slot, mine, lane, thresholds)
-            total = accumulate(total, values, tile, mine, lane)
+            weigh(weights, v_scales_at(v_scales, tile, 0, 2 * lane), slot, mine, lane, thresholds)
+            total = accumulate(total, v_data(v_words, tile, 0, 0), value, mine, lane)
             warp_barrier()
         finish(state, total, out, partials, head, split, splits, first_row, rows_all)
 
@@ -427,9 +340,9 @@ def build_qk(steps: Steps) -> Kernel:
     rows, head_dim, count = steps.rows, steps.problem.head_dim, k.keys.count
     lane_index, warp_index, warps_of_block, tiles_of = control.lane, control.warp, control.warps, control.tiles
     block_x, block_y, block_z = (control.block(axis) for axis in range(3))
-    k_place, token_of, k_scale_place = k.place, k.token_of, k.scale_place
-    small_place, factor_place, scores_of, no_scores = k.small_place, k.factor_place, k.sums, k.zeros
-    reduce_scores, store_scores, block_barrier = k.reduce, k.store_scores, control.block_barrier
+    k_place, k_data, k_scale_place, k_scales_at, token_of = k.place, k.data, k.scale_place, k.scales, k.token_of
+    small_place, factor_place, sums_of, no_scores = k.small_place, k.factor_place, k.sums, k.zeros
+    reduce, store_scores, block_barrier = k.reduce, k.store_scores, control.block_barrier
     mark = control.mark(marks.TILE)
 
     def qk(
@@ -449,13 +362,15 @@ def build_qk(steps: Steps) -> Kernel:
         prepare(x + 4 * head_dim * (head * rows_all + first_row), rows_all - first_row, factor, 0, count)
         block_barrier()
         first, stop = tiles_of(tokens, 1, 0, split, splits, warp)
-        keys = k_place(k_words + head * k_stride, lane)
-        key_scales = k_scale_place(k_scales + head * k_scale_stride, lane)
+        k_words += head * k_stride
+        k_scales += head * k_scale_stride
+        key, key_scale = k_place(lane), k_scale_place(lane)
         small, factors, offset = small_place(lane), factor_place(lane), token_of(lane)
         target = out + 4 * (head * rows_all + first_row) * tokens
         for tile in range(first, stop, warps):
             mark()
-            sums = scores_of(no_scores(), keys, key_scales, small, factors, tile)
-            store_scores(reduce_scores(sums, lane), target, tile * 32 + offset, tokens, rows_all - first_row)
+            keys, key_scales = k_data(k_words, tile, 0, key), k_scales_at(k_scales, tile, 0, key_scale)
+            scores = reduce(sums_of(no_scores(), keys, key_scales, small, factors), lane)
+            store_scores(scores, target, tile * 32 + offset, tokens, rows_all - first_row)
 
     return qk

@@ -17,7 +17,7 @@ from .contraction import contraction
 from .gemv import GEMV, MERGE_GEMV, build_gemv, build_merge_gemv
 from .key_tile import KeyTile
 from .mapping import LANES, TILE, Infeasible, Tiling, key_tilings, value_tilings
-from .operators import ATTEND, MERGE, QK, SV, build_attend, build_merge, build_qk, build_staged_attend, build_sv
+from .operators import ATTEND, MERGE, QK, SV, build_attend, build_merge, build_qk, build_sv
 from .records import RECORD_HEAD
 from .shared import Shared, shared
 from .staging import stage_of
@@ -276,7 +276,6 @@ def _entries(problem: Problem, candidate: Candidate, arch: str, marked: bool) ->
     )
     steps = make_steps(problem, candidate.launch.rows, keys, values, lay_out, marked, streams)
     make, parameters = BUILDERS[problem.operator]
-    make = build_staged_attend if lay_out.stage is not None else make
     main = Entry(program.symbol, make(steps), tuple(Parameter(*each) for each in parameters))
     if problem.operator == "gemv":
         return main, Entry("merge_gemv", build_merge_gemv(steps), tuple(Parameter(*each) for each in MERGE_GEMV))

@@ -53,8 +53,7 @@ class Steps:
         return Online(self.rows, self.values.values.outputs, self.problem.softcap > 0)
 
     def ring(self) -> Ring:
-        assert self.shared.stage is not None
-        return Ring(self.shared.stage, self.shared.stages)
+        return Ring(self.shared, self.control)
 
 
 def steps(

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from . import softmax
-from .contraction import FACTOR_BYTES
+from .contraction import FACTOR_BYTES, SCALE_BYTES
 from .key_tile import KeyTile
 from .lanes import lanes_of, part_of, token_of
 from .mapping import LANES, TILE
 from .ops import Ops, Type, Value, step
 from .shared import Shared
 from .softmax import NOTHING
+from .staging import in_tile
 from .value_tile import ValueTile
 
 
@@ -39,14 +40,15 @@ class ValueSteps:
         thresholds: Type = ("f32", softmax.WEIGHTS_PER_LANE)
         staged = shared.stage is not None
         address = "i32" if staged else "i64"
-        places: Type = (address, 2)
+        places: Type = ("i32", 2)
 
-        def data_place(ops: Ops, base: Value, lane: Value) -> tuple[Value, Value]:
+        def data_place(ops: Ops, lane: Value) -> tuple[Value, Value]:
+            """The lane's byte in a tile, for all of its vectors across the channels but the last, and for that."""
             o_lane, r_lane = lanes_of(ops, lane, tiling.lanes_r)
             along = ops.mul(r_lane, ops.i32(tiling.r_stride))
             across = ops.mul(o_lane, ops.i32(tiling.o_stride))
             last = ops.select_less(o_lane, ops.i32(tiling.last_o), across, ops.i32(0))
-            return ops.address(base, ops.add(across, along)), ops.address(base, ops.add(last, along))
+            return ops.add(across, along), ops.add(last, along)
 
         def small_place(ops: Ops, mine: Value, lane: Value) -> tuple[Value, Value]:
             """Of weights, and of factors."""
@@ -63,13 +65,11 @@ class ValueSteps:
             )
 
         def accumulate(
-            ops: Ops, total: Sequence[Value], data: Sequence[Value], tile: Value, mine: Value, lane: Value
+            ops: Ops, total: Sequence[Value], tile: Value, lane_bytes: Sequence[Value], mine: Value, lane: Value
         ) -> tuple[Value, ...]:
             small, factors = small_place(ops, mine, lane)
-            # ``tile`` is the place of its stage where there are stages.
-            moved = tile if staged else ops.wide_mul(tile, tiling.tile_bytes)
-            here = [ops.address(each, moved) for each in data]
-            return values.body(ops, total, here, small, factors, staged, stream)
+            data = [ops.address(tile, each) for each in lane_bytes]
+            return values.body(ops, total, data, small, factors, staged, stream)
 
         def given_weights(ops: Ops, source: Value, token: Value, tokens: Value, live: Value) -> tuple[Value, ...]:
             inside = ops.select_less(token, tokens, token, ops.i32(0))
@@ -82,7 +82,10 @@ class ValueSteps:
                 found.append(ops.select_less(ops.i32(row), live, value, ops.f32(0.0)))
             return tuple(found)
 
-        self.place = step(data_place, [address, "i32"], places)
+        self.place = step(data_place, ["i32"], places)
+        scale_bytes = c.groups * TILE * SCALE_BYTES if c.scaled else 0
+        self.data = in_tile(shared, 2, tiling.tile_bytes)
+        self.scales = in_tile(shared, 3, scale_bytes)
         self.slot_of = step(lambda ops, lane: ops.table(slots, lane), ["i32"], "i32")
         self.zeros = step(lambda ops: (ops.f32(0.0),) * (count * values.outputs), [], outputs)
         self.start = step(lambda ops: (ops.f32(NOTHING),) * count + (ops.f32(0.0),) * count, [], state)
@@ -99,5 +102,5 @@ class ValueSteps:
             ["i32", "i32", "i32", thresholds],
             None,
         )
-        self.accumulate = step(accumulate, [outputs, places, "i32", "i32", "i32"], outputs)
+        self.accumulate = step(accumulate, [outputs, address, places, "i32", "i32"], outputs)
         self.given_weights = step(given_weights, ["i64", "i32", "i32", "i32"], rows)
