@@ -18,6 +18,7 @@ from ..costmodel.kernel_counts import KernelCounts, LoopCounts
 from ..costmodel.occupancy import occupancy, refusal
 from ..kernels.backend import Backend
 from ..kernels.candidate import Candidate
+from ..kernels.cuda.mapping import LANES
 from ..kernels.cuda.marks import NAMES
 from ..kernels.cuda.program import build
 from ..kernels.cuda.work import work
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from ..search.gpu_calibrate import GpuCalibration
     from .target import Prices
 
-WARP = 32
 TOKENS = 1
 """Any length: a block's threads and shared memory are the same at all."""
 OVERLAPPING = ("memory", "l2", "latency", "compute")
@@ -194,11 +194,14 @@ class GpuTarget(Target):
                 found.setdefault(NAMES[loop.mark], loop.unpacking)
         return found
 
+    def unknown(self, counts: Sequence[Counts]) -> Mapping[str, int]:
+        return kernel_of(counts).unknown
+
     def kernel(
         self, candidate: Candidate, counts: Sequence[Counts], prices: Prices | None, features: Features
     ) -> dict[str, Any]:
         kernel, seen = kernel_of(counts), cast(GpuFeatures, features)
-        held = occupancy(self.gpu, candidate.launch.warps * WARP, seen.registers, seen.shared_bytes)
+        held = occupancy(self.gpu, seen.warps * LANES, seen.registers, seen.shared_bytes)
         priced: dict[str, Any] = {} if prices is None else {"bound": prices.limit(seen)}
         if isinstance(prices, GpuPrices):
             priced["units_us"] = prices.units_us(seen)

@@ -172,6 +172,8 @@ class TuneReport:
         Of all problems' spaces.
     reasons : Counter
         How many were pruned from them, by reason.
+    unknown : Counter
+        Opcodes that the analyzer does not know, by how many kernels have one: they are priced as ``other``.
     unpredicted : Counter
         Candidates without features, by reason: their code cannot be counted, or was not within the budget. They are
         ranked last.
@@ -197,6 +199,7 @@ class TuneReport:
     candidates: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
     unpredicted: Counter[str] = field(default_factory=Counter)
+    unknown: Counter[str] = field(default_factory=Counter)
     select_ms: float = 0.0
     measurements: dict[tuple[str, int, str], Measurement] = field(default_factory=dict)
     rounds: int = 0
@@ -236,6 +239,7 @@ class TuneReport:
                 "reasons": dict(self.reasons.most_common()),
                 "unpredicted": dict(self.unpredicted.most_common()),
             },
+            "unknown_opcodes": dict(self.unknown.most_common()),
             "select_ms": self.select_ms,
             "statuses": dict(Counter(m.status for m in self.measurements.values()).most_common()),
             "rounds": {

@@ -105,6 +105,9 @@ class Ranker:
             rejected += found.unfit.items()
             bench.store.put_space(problem.key, bench.device, list(candidates), rejected)
         self._note(candidates, rejected, found.failed)
+        kernels = {counts[0].symbol: counts for counts in found.tiles.values()}
+        for counts in kernels.values():
+            self.report.unknown.update(self.target.unknown(counts).keys())
         for each in tokens:
             self._keep(problem, each, found.features[each])
         ranked = [self._order(problem, each, candidates, found.features[each]) for each in tokens]

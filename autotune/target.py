@@ -165,6 +165,10 @@ class Target(ABC):
     def unpacking(self, counts: Sequence[Counts]) -> dict[str, Mapping[str, int]]:
         """Instructions of hot loops that only unpack: by packed operand or loop, then by mnemonic."""
 
+    def unknown(self, counts: Sequence[Counts]) -> Mapping[str, int]:
+        """Opcodes that the analyzer does not know, and how many of each are in the code; none of a CPU's."""
+        return {}
+
     def kernel(
         self, candidate: Candidate, counts: Sequence[Counts], prices: Prices | None, features: Features
     ) -> dict[str, Any]:

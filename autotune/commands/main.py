@@ -179,6 +179,9 @@ def print_report(report: TuneReport) -> None:
     print_winners("Winners", results)
     print_phases(report.phases)
     click.echo(f"{report.candidates} candidates, {report.reasons.total()} more pruned; stored in {report.db}")
+    if report.unknown:
+        opcodes = ", ".join(f"{name} in {count} kernels" for name, count in report.unknown.most_common())
+        click.echo(f"opcodes that the analyzer does not know, priced as others are: {opcodes}", err=True)
     if report.unmeasured:
         click.echo(
             f"{report.unmeasured} candidates were not measured, for want of time or of a quiet machine: "

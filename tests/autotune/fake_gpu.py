@@ -1,7 +1,7 @@
 """The GPU backend with machine code written by hand, so that nothing is compiled; workers load it by name.
 
-A candidate's code unpacks with as many instructions as its packing's place in `PACKINGS`; `SPILLING` spills and
-`REFUSED` does not compile.
+A candidate's code unpacks with as many instructions as its packing's place in `PACKINGS`, and that of the last one has
+an instruction that no GPU has; `SPILLING` spills and `REFUSED` does not compile.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ def sass(symbol: str, arch: str, unpacking: int) -> str:
     body = ["MOV R1, c[0x0][0x28]", "PMTRIG 0x2", "LDG.E.128 R4, [R2.64]"]
     body += [f"LOP3.LUT R{8 + n}, R4, 0xf0f0f0f, RZ, 0xc0, !PT" for n in range(unpacking)]
     body += [f"IDP.4A.S8.S8 R20, R{8 + n % unpacking if unpacking else 4}, R12, R20" for n in range(4)]
+    body += ["FROB R40, R41"] * (unpacking == len(PACKINGS) - 1)
     body += ["ISETP.NE.AND P0, PT, R30, RZ, PT", "@P0 BRA `(.L_x_0)", "EXIT"]
     lines = [f"        /*{16 * n:04x}*/                   {text} ;" for n, text in enumerate(body)]
     lines.insert(1, ".L_x_0:")

@@ -88,6 +88,15 @@ def test_code_that_spills_is_pruned_and_code_that_does_not_compile_is_unpredicte
         assert spilling not in candidates
 
 
+def test_opcodes_that_nobody_knows_are_reported(tmp_path: Path) -> None:
+    path = tmp_path / "t.db"
+    for _ in range(2):  # as much from what is stored
+        assert tune([PROBLEM], TOKENS, options(path)).as_dict()["unknown_opcodes"] == {"FROB": 1}
+    shape = ["--heads", "8", "--kv-heads", "2", "--head-dim", "64", "--precision", "w4a8", "--tokens", "256"]
+    result = CliRunner().invoke(autotune, ["--device", DEVICE, *shape, "--db", str(path)])
+    assert "opcodes that the analyzer does not know, priced as others are: FROB in 1 kernels" in result.stderr
+
+
 def test_nothing_is_compiled_twice(tmp_path: Path, log: Path) -> None:
     path = tmp_path / "t.db"
     first = tune([PROBLEM], TOKENS, options(path))
