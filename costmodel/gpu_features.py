@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from ..kernels.candidate import Candidate
 from ..kernels.cuda import marks
+from ..kernels.cuda.mapping import LANES, SECTOR_BYTES
 from ..kernels.cuda.records import RECORD_HEAD
 from ..kernels.cuda.work import WarpAccess, Work
 from ..kernels.errors import CompileError
@@ -21,9 +22,9 @@ from ..kernels.problem import Problem, check_tokens
 from .gpu import Gpu
 from .gpu_pipes import pipes_of
 from .kernel_counts import KernelCounts
-from .occupancy import WARP, occupancy, refusal, waves
+from .occupancy import occupancy, refusal, waves
 from .traffic import call_bytes, layout_of, stored_channels, walked_tokens
-from .warp_access import SECTOR_BYTES, ideal_sectors, l1_cycles, sectors, wavefronts
+from .warp_access import ideal_sectors, l1_cycles, sectors, wavefronts
 
 FLOAT_BYTES = 4
 _PACKED = ("k", "v", "scales")
@@ -146,7 +147,7 @@ def gpu_features(
     """
     launch, geometry = candidate.launch, work.geometry
     grid_x, grid_y, passes = geometry.grid
-    blocks, warps = grid_x * grid_y * passes, -(-geometry.threads // WARP)
+    blocks, warps = grid_x * grid_y * passes, -(-geometry.threads // LANES)
     shared_bytes = counts.shared_bytes + geometry.shared_bytes
     reason = refusal(gpu, geometry.threads, counts.registers, shared_bytes)
     if reason is not None:
@@ -195,7 +196,7 @@ def gpu_features(
         launches=2 if partials else 1,
         merge_bytes=partials,
         unpack_ops=unpack_ops,
-        unpack_ops_per_32=unpack_ops * WARP * 32 / codes if codes else 0.0,
+        unpack_ops_per_32=unpack_ops * LANES * 32 / codes if codes else 0.0,
     )
 
 

@@ -27,6 +27,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from ..kernels.cuda.mapping import LANES
 from . import gpu_pipes as pipe
 from .gpu import Gpu
 from .gpu_features import GpuFeatures
@@ -34,7 +35,6 @@ from .lep import Residual
 
 Floats = NDArray[np.float64]
 GPU, GPU_TWO_TERM = "gpu", "gpu_two_term"
-WARP = 32
 BANK_ROW_BYTES = 128
 
 DEFAULTS = {
@@ -106,7 +106,7 @@ def default_coefficients(gpu: Gpu, form: str = GPU) -> GpuCoefficients:
     if form == GPU:
         return GpuCoefficients(GPU, dict(DEFAULTS), gpu)
     # An unpacking instruction takes its turn in the logic pipe of one multiprocessor.
-    alpha2_ns = WARP / gpu.logic_per_clock / gpu.sms / gpu.clock_mhz * 1e3
+    alpha2_ns = LANES / gpu.logic_per_clock / gpu.sms / gpu.clock_mhz * 1e3
     return GpuCoefficients(GPU_TWO_TERM, {"alpha1": 1.0, "alpha2_ns": alpha2_ns}, gpu)
 
 
@@ -215,13 +215,13 @@ def _units_us(table: _Table, gpu: Gpu) -> dict[str, Floats]:
     used = table.pipes
 
     def busy(warp_instructions: Floats, lanes: int) -> Floats:
-        return np.asarray(warp_instructions * WARP / lanes / gpu.sms / gpu.clock_mhz)
+        return np.asarray(warp_instructions * LANES / lanes / gpu.sms / gpu.clock_mhz)
 
     heavy = busy(used[pipe.HEAVY], gpu.dp4a_per_clock)
     passes = (table.shared + table.l1) * BANK_ROW_BYTES / gpu.l1_bytes_per_clock / gpu.sms / gpu.clock_mhz
     shuffles = busy(used[pipe.SHUFFLE], gpu.shuffle_per_clock)
     return {
-        "issue": busy(used[pipe.ISSUE], WARP * gpu.schedulers),
+        "issue": busy(used[pipe.ISSUE], LANES * gpu.schedulers),
         "integer": busy(used[pipe.ADD], gpu.int32_per_clock) + busy(used[pipe.LOGIC], gpu.logic_per_clock),
         "dot": heavy,
         "float": np.maximum(heavy, busy(used[pipe.FLOAT] + used[pipe.HEAVY], gpu.fp32_per_clock)),

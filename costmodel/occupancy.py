@@ -10,11 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..kernels.cuda.arch import MOST_THREADS
+from ..kernels.cuda.mapping import LANES
 from .gpu import Gpu
-
-WARP = 32
-MOST_THREADS = 1024
-"""Of one block."""
 
 THREADS, BLOCKS, REGISTERS, SHARED = "threads", "blocks", "registers", "shared memory"
 
@@ -87,7 +85,7 @@ def refusal(gpu: Gpu, threads: int, registers: int, shared_bytes: int) -> str | 
     if shared_bytes > gpu.shared_bytes_per_block:
         return f"{shared_bytes} bytes of shared memory a block, but {gpu.arch} has {gpu.shared_bytes_per_block}"
     # The launch is checked as if a block's warps filled all partitions evenly.
-    assumed = _warp_registers(gpu, registers) * _ceil(_ceil(threads, WARP), gpu.schedulers) * gpu.schedulers
+    assumed = _warp_registers(gpu, registers) * _ceil(_ceil(threads, LANES), gpu.schedulers) * gpu.schedulers
     if assumed > gpu.registers_per_sm:
         return f"{assumed} registers a block, but {gpu.arch} has {gpu.registers_per_sm}"
     return None
@@ -108,8 +106,8 @@ def occupancy(gpu: Gpu, threads: int, registers: int, shared_bytes: int) -> Occu
     """
     if not 1 <= threads <= MOST_THREADS:
         return Occupancy(0, 0, 0.0, THREADS)
-    warps = _ceil(threads, WARP)
-    most_warps = gpu.max_threads_per_sm // WARP
+    warps = _ceil(threads, LANES)
+    most_warps = gpu.max_threads_per_sm // LANES
     limits = {THREADS: most_warps // warps, BLOCKS: gpu.max_blocks_per_sm}
     if registers:
         a_partition = gpu.registers_per_sm // gpu.schedulers // _warp_registers(gpu, registers)
@@ -143,7 +141,7 @@ def waves(blocks: int, blocks_per_sm: int, sms: int) -> Waves:
 
 def _warp_registers(gpu: Gpu, registers: int) -> int:
     step = gpu.register_granularity
-    return max(_ceil(registers * WARP, step), 1) * step
+    return max(_ceil(registers * LANES, step), 1) * step
 
 
 def _ceil(count: int, step: int) -> int:

@@ -15,8 +15,9 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Protocol
 
-SECTOR_BYTES, LINE_BYTES, WORD_BYTES, BANKS = 32, 128, 4, 32
-LANES = 32
+from ..kernels.cuda.mapping import LANES, SECTOR_BYTES
+
+LINE_BYTES, WORD_BYTES, BANKS = 128, 4, 32
 TAGS_PER_CLOCK = 4
 """Lines that the L1 cache looks up a clock after the first: 33 lines take 8.8 cycles on an A100, 5 lines 2.2."""
 

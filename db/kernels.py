@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from ..kernels.cuda.arch import MOST_THREADS
 from ..kernels.errors import DatabaseError
 from .records import utc_now
 
@@ -185,7 +186,7 @@ class KernelLaunch:
         """
         x, y, z = (Rule.from_json(value) for value in payload["grid"])
         threads = payload["threads"]
-        if not isinstance(threads, int) or not 1 <= threads <= 1024:
+        if not isinstance(threads, int) or not 1 <= threads <= MOST_THREADS:
             raise DatabaseError(f"kernel {symbol} cannot have {threads!r} threads a block")
         constants = {name: Rule.from_json(value) for name, value in payload["constants"].items()}
         return cls(symbol, (x, y, z), threads, Rule.from_json(payload["shared_bytes"]), constants)

@@ -9,6 +9,13 @@ from dataclasses import dataclass
 
 from ..errors import DeviceError
 
+MOST_THREADS = 1024
+"""Of a block."""
+REGISTERS = 65536
+"""Most registers of a block."""
+REGISTER_UNIT = 256
+"""Registers are given to a warp in this unit. All three are the same on every architecture."""
+
 
 @dataclass(frozen=True)
 class Limits:

@@ -16,7 +16,7 @@ from . import code as codes
 from . import program as programs
 from . import ptx, simulator, toolchain
 from . import space as candidates
-from .arch import limits
+from .arch import MOST_THREADS, REGISTER_UNIT, REGISTERS, limits
 from .kernel import CudaKernel, Image
 from .mapping import LANES, TILE
 from .program import Entry, Geometry, Program
@@ -28,13 +28,6 @@ _NOT_CODE = (
 """Sources of this folder that no machine code depends on."""
 
 TYPICAL_TOKENS = 4096
-
-REGISTERS = 65536
-"""Most registers of a block, on every architecture."""
-REGISTER_UNIT = 256
-"""Registers are given to a warp in this unit."""
-MOST_THREADS = 1024
-"""Of a block. All three: "Technical Specifications per Compute Capability" in the CUDA C++ Programming Guide."""
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ TILE = 32
 LANES = 32
 WIDTHS = (16, 8, 4, 2, 1)
 """Bytes of one load."""
-WORD_WIDTHS = (16, 8, 4)
-"""Those that make whole 32-bit words."""
+SECTOR_BYTES = 32
+"""What memory transfers at once."""
 
 Ints = NDArray[np.int64]
 
@@ -121,6 +121,13 @@ class Tiling:
     def lane_offsets(self, i: int, j: int) -> tuple[int, ...]:
         """Byte of each lane's vector (i, j)."""
         return tuple(self._lane_offset(i, j, lane) for lane in range(LANES))
+
+    @property
+    def sector_share(self) -> float:
+        """Share of the sectors that one load of a warp touches which it uses."""
+        starts, width = set(self.lane_offsets(0, 0)), self.vectors.width
+        sectors = {(start + i) // SECTOR_BYTES for start in starts for i in range(0, width, 4)}
+        return len(starts) * width / (SECTOR_BYTES * len(sectors))
 
     def _lane_offset(self, i: int, j: int, lane: int) -> int:
         o_lane, r_lane = divmod(lane, self.lanes_r)

@@ -16,16 +16,13 @@ from .arch import limits
 from .contraction import contraction
 from .gemv import GEMV, MERGE_GEMV, build_gemv, build_merge_gemv
 from .key_tile import KeyTile
-from .mapping import LANES, TILE, Infeasible, Tiling, key_tilings, value_tilings
+from .mapping import LANES, TILE, Infeasible, key_tilings, value_tilings
 from .operators import ATTEND, MERGE, QK, SV, build_attend, build_merge, build_qk, build_sv
 from .records import RECORD_HEAD
 from .shared import Shared, shared
 from .staging import stage_of
 from .steps import steps as make_steps
 from .value_tile import ValueTile
-
-SECTOR = 32
-"""Bytes that memory transfers at once."""
 
 
 @dataclass(frozen=True)
@@ -271,8 +268,8 @@ def _entries(problem: Problem, candidate: Candidate, arch: str, marked: bool) ->
     assert isinstance(program, Program)
     keys, values, lay_out = program.keys, program.values, program.shared
     streams = (
-        (keys is not None and whole_sectors(keys.contraction.tiling)),
-        (values is not None and whole_sectors(values.contraction.tiling)),
+        keys is not None and keys.contraction.tiling.sector_share == 1,
+        values is not None and values.contraction.tiling.sector_share == 1,
     )
     steps = make_steps(problem, candidate.launch.rows, keys, values, lay_out, marked, streams)
     make, parameters = BUILDERS[problem.operator]
@@ -320,14 +317,6 @@ def _values(problem: Problem, candidate: Candidate) -> ValueTile:
     if not found:
         raise CompileError(f"V: {reason}")
     return min(found, key=lambda each: each[0])[1]
-
-
-def whole_sectors(tiling: Tiling) -> bool:
-    """Whether one load of a warp uses all bytes of the 32-byte sectors that it touches."""
-    width = tiling.vectors.width
-    starts = set(tiling.lane_offsets(0, 0))
-    sectors = {(start + i) // SECTOR for start in starts for i in range(0, width, 4)}
-    return len(sectors) * SECTOR == len(starts) * width
 
 
 def _symbol(problem: Problem, candidate: Candidate, arch: str) -> str:

@@ -32,11 +32,11 @@ from numpy.typing import NDArray
 
 from ..errors import DeviceError
 from . import memory
+from .mapping import LANES
 
 if TYPE_CHECKING:
     from .program import Entry, Geometry
 
-WARP = 32
 UNDEFINED = 0xFF
 """What shared memory is filled with: not a number in every float format."""
 
@@ -73,7 +73,7 @@ class _Group:
     def __init__(self, size: int):
         self.alive = size
         self.waiting: list[Lane] = []
-        self.deposits: list[Any] = [None] * WARP
+        self.deposits: list[Any] = [None] * LANES
         self.published: list[Any] = self.deposits
         self.reverse = False
 
@@ -81,7 +81,7 @@ class _Group:
         """Those who waited, in the order they resume in, if nobody is missing any more."""
         if not self.waiting or len(self.waiting) < self.alive:
             return []
-        self.published, self.deposits = self.deposits, [None] * WARP
+        self.published, self.deposits = self.deposits, [None] * LANES
         woken, self.waiting = sorted(self.waiting, key=lambda lane: lane.x, reverse=self.reverse), []
         self.reverse = not self.reverse
         return woken
@@ -93,7 +93,7 @@ class Lane(threading.Thread):
     def __init__(self, launch: _Launch, x: int):
         super().__init__(daemon=True)
         self.x = self.thread_id = x
-        self.warp, self.lane = divmod(x, WARP)
+        self.warp, self.lane = divmod(x, LANES)
         self.block = (0, 0, 0)
         self.threadIdx: Any = None  # Numba's names and types for the same
         self.blockIdx: Any = None
@@ -144,7 +144,7 @@ class _Launch:
         threads = len(self.lanes)
         self.body = body
         self.block = _Group(threads)
-        self.warps = [_Group(min(WARP, threads - first)) for first in range(0, threads, WARP)]
+        self.warps = [_Group(min(LANES, threads - first)) for first in range(0, threads, LANES)]
         self.running = threads
         self.shared[:] = UNDEFINED
         for lane in self.lanes:

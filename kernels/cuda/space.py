@@ -21,7 +21,7 @@ from ..packing import Packing, packing_named, packings
 from ..problem import Problem
 from . import program
 from .arch import limits
-from .mapping import Tiling, key_tilings
+from .mapping import key_tilings
 
 KEY_ORDERS = ("T D", "T/32 D/16 t32 d16", "T/32 D/8 t32 d8", "T/32 D/4 t32 d4", "T/32 D t32", "T/32 D/32 t32 d32")
 """Row-major; a lane's token in vectors of 4 to 32 channels, so that a warp reads one run; tokens innermost."""
@@ -44,7 +44,6 @@ MOST_ROWS = 8
 """Rows of the small operand that one pass holds in registers."""
 ALL_LANES = (1, 2, 4, 8, 16, 32)
 """Lanes to a token."""
-SECTOR_BYTES = 32
 MOST_BLOCKS = 1024
 """Blocks that fill a large GPU several times over."""
 MIDDLE_BLOCKS = 128
@@ -234,15 +233,8 @@ def natural_lanes(layout: Layout, head_dim: int) -> int:
             tilings = [each for each in key_tilings(layout, head_dim, lanes) if each.vectors.width >= 4]
         except LowbitError:
             continue
-        found += [(-used_share(tiling), lanes) for tiling in tilings[:1]]
+        found += [(-tiling.sector_share, lanes) for tiling in tilings[:1]]
     return min(found, default=(0.0, 1))[1]
-
-
-def used_share(tiling: Tiling) -> float:
-    """Share of the sectors that a warp's load touches which it uses."""
-    starts, width = set(tiling.lane_offsets(0, 0)), tiling.vectors.width
-    sectors = {(start + i) // SECTOR_BYTES for start in starts for i in range(0, width, 4)}
-    return len(starts) * width / (SECTOR_BYTES * len(sectors))
 
 
 def _compiled_changes(problem: Problem, shape: Shape, arch: str) -> Iterator[Launch]:

@@ -7,7 +7,7 @@ from kernel_check import problem
 from lowbit.kernels.backend import Rejected
 from lowbit.kernels.candidate import Candidate, Schedule
 from lowbit.kernels.cuda.arch import ARCHITECTURES
-from lowbit.kernels.cuda.space import KEY_ORDERS, VALUE_ORDERS, natural_lanes, rejection, space, used_share
+from lowbit.kernels.cuda.space import KEY_ORDERS, VALUE_ORDERS, natural_lanes, rejection, space
 from lowbit.kernels.layout import Layout
 from lowbit.kernels.packing import packings
 
@@ -96,7 +96,7 @@ def test_shares_of_sectors_are_those_of_the_addresses():
 
     for name, lanes, share in (("T D | int8/bytes/signed", 1, 0.5), ("T D | int8/bytes/signed", 8, 1.0)):
         tiling = next(key_tilings(Layout.parse(name), 128, lanes))
-        assert used_share(tiling) == share
+        assert tiling.sector_share == share
 
 
 @pytest.mark.parametrize(
