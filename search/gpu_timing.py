@@ -43,7 +43,6 @@ in time: enqueuing takes tens."""
 COVER_US = 150.0
 CONTROL_BYTES = 64 << 20
 TRIES = 3
-LEAST_US = 0.01
 
 
 class GpuCall(Protocol):
@@ -72,11 +71,6 @@ class GpuSlot(Slot):
     @property
     def conditions(self) -> Mapping[str, Any]:
         return {"launch_us": self.launch_us, **({} if self.state is None else self.state.as_dict())}
-
-    @property
-    def kernel_us(self) -> tuple[float, ...]:
-        """Samples without their launches."""
-        return tuple(max(us - self.launch_us, LEAST_US) for us in self.samples_us)
 
 
 def copies_wanted(operand_bytes: int, protocol: str) -> int:

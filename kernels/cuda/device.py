@@ -147,8 +147,8 @@ class Function:
     ----------
     symbol : str
     kernel : cuda.core.Kernel
-    registers, local_bytes, shared_bytes, most_threads : int
-        Of a thread; spilled or indexed memory of a thread; static shared memory of a block; of a block.
+    registers, shared_bytes, most_threads : int
+        Of a thread; static shared memory of a block; of a block.
     """
 
     def __init__(self, symbol: str, code: Any, kernel: Any) -> None:
@@ -157,7 +157,6 @@ class Function:
         self._code = code
         attributes = kernel.attributes
         self.registers = int(attributes.num_regs)
-        self.local_bytes = int(attributes.local_size_bytes)
         self.shared_bytes = int(attributes.shared_size_bytes)
         self.most_threads = int(attributes.max_threads_per_block)
         self.dynamic_bytes = ORDINARY_SHARED_BYTES

@@ -133,9 +133,6 @@ class LlvmOps(Ops):
             offset = self._builder.sext(offset, I64)
         return self._builder.add(base, offset)
 
-    def _at(self, address: Any, offset: int) -> Any:
-        return self._builder.add(address, ir.Constant(address.type, offset)) if offset else address
-
     def load_global(self, address: Any, offset: int, words: int, stream: bool) -> tuple[Any, ...]:
         hint = ".L1::no_allocate" if stream else ""
         place = f"[${words}{f'+{offset}' if offset else ''}]"

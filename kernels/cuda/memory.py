@@ -12,8 +12,8 @@ one process are simulated one after the other; nothing here is safe to use from 
 
     load_words(address, count) -> tuple of count signed 32-bit words, at a multiple of 4·count
     store_words(address, values)
-    load_u16, load_f16, load_u8, load_f32 (address) -> int or float
-    store_u16, store_f16, store_u8, store_f32 (address, value)
+    load_f16, load_f32 (address) -> float
+    store_u8, store_f32 (address, value)
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _regions: list[tuple[Region, memoryview]] = []
 
 _WORDS = {count: struct.Struct(f"<{count}i") for count in (1, 2, 4)}
 _UNSIGNED_WORDS = {count: struct.Struct(f"<{count}I") for count in (1, 2, 4)}
-_U8, _U16, _F16, _F32 = (struct.Struct(f"<{code}") for code in "BHef")
+_F16, _F32 = (struct.Struct(f"<{code}") for code in "ef")
 
 
 @contextmanager
@@ -151,36 +151,15 @@ def store_words(address: int, values: Sequence[int]) -> None:
     _UNSIGNED_WORDS[count].pack_into(view, offset, *(int(value) & 0xFFFFFFFF for value in values))
 
 
-def load_u8(address: int) -> int:
-    view, offset = _place(address, 1, False)
-    return view[offset]
-
-
 def store_u8(address: int, value: int) -> None:
     view, offset = _place(address, 1, True)
     view[offset] = int(value) & 0xFF
-
-
-def load_u16(address: int) -> int:
-    view, offset = _place(address, 2, False)
-    found: int = _U16.unpack_from(view, offset)[0]
-    return found
-
-
-def store_u16(address: int, value: int) -> None:
-    view, offset = _place(address, 2, True)
-    _U16.pack_into(view, offset, int(value) & 0xFFFF)
 
 
 def load_f16(address: int) -> float:
     view, offset = _place(address, 2, False)
     found: float = _F16.unpack_from(view, offset)[0]
     return found
-
-
-def store_f16(address: int, value: float) -> None:
-    view, offset = _place(address, 2, True)
-    _pack_float(_F16, view, offset, value)
 
 
 def load_f32(address: int) -> float:
@@ -192,11 +171,7 @@ def load_f32(address: int) -> float:
 def store_f32(address: int, value: float) -> None:
     """Store ``value`` rounded to float32."""
     view, offset = _place(address, 4, True)
-    _pack_float(_F32, view, offset, value)
-
-
-def _pack_float(form: struct.Struct, view: memoryview, offset: int, value: float) -> None:
     try:
-        form.pack_into(view, offset, value)
+        _F32.pack_into(view, offset, value)
     except OverflowError:  # rounds to infinity, as a device's conversion does
-        form.pack_into(view, offset, math.copysign(math.inf, value))
+        _F32.pack_into(view, offset, math.copysign(math.inf, value))

@@ -100,7 +100,7 @@ def test_a_slot_has_controls_launches_and_clocks(driver):
     slot = GpuStopwatch([Call(driver, 1, "attend")], "cold", meter).slot(GpuControl(driver))
     assert isinstance(slot, Slot)
     assert slot.launch_us == pytest.approx(1.5, rel=1e-4)
-    assert slot.kernel_us == pytest.approx([30.0] * len(slot.samples_us), rel=1e-4)
+    assert slot.samples_us == pytest.approx([31.5] * len(slot.samples_us), rel=1e-4)
     assert slot.state == GpuState(1695, 9751, ("power cap",), 61, 0.0)
     assert not slot.preempted
     # 10,000 steps of 2 ns and a launch; 64 MiB in whole rounds at 1 TB/s and a launch.

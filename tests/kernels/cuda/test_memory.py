@@ -18,17 +18,15 @@ def test_loads_are_what_numpy_stored():
     words = aligned(np.int32, 16)
     words[:] = np.arange(-8, 8) * 0x0123_4567
     address = words.ctypes.data
-    halves, floats, small = words.view(np.float16), words.view(np.float32), words.view(np.uint8)
+    halves, floats = words.view(np.float16), words.view(np.float32)
     with registered(words):
         for count in (1, 2, 4):
             for first in range(0, 16, count):
                 assert memory.load_words(address + 4 * first, count) == tuple(words[first : first + count].tolist())
         for i in range(32):
-            assert memory.load_u16(address + 2 * i) == words.view(np.uint16)[i]
             assert np.float16(memory.load_f16(address + 2 * i)).tobytes() == halves[i].tobytes() or math.isnan(
                 halves[i]
             )
-        assert [memory.load_u8(address + i) for i in range(64)] == small.tolist()
         assert [memory.load_f32(address + 4 * i) for i in range(16)] == floats.astype(float).tolist()
 
 
@@ -41,14 +39,9 @@ def test_stores_are_what_numpy_loads():
         memory.store_f32(address + 20, -1e300)
         memory.store_u8(address + 24, -1)
         memory.store_u8(address + 25, 3)
-        memory.store_u16(address + 26, 0x1234)
-        memory.store_f16(address + 28, 1.5)
-        memory.store_f16(address + 30, 1e9)
     assert words[:4].tolist() == [-1, -2, 5, -7]
     assert words.view(np.float32)[4:6].tolist() == [float(np.float32(0.1)), -math.inf]
     assert words.view(np.uint8)[24:26].tolist() == [255, 3]
-    assert words.view(np.uint16)[13] == 0x1234
-    assert words.view(np.float16)[14:].tolist() == [1.5, math.inf]
 
 
 @pytest.mark.parametrize("offset", [-16, -1 << 20, 64, 80, 1 << 40])
