@@ -289,7 +289,7 @@ def explain(
         {} if knowledge.prices is None else knowledge.prices.terms_us(choice.features),
         tuple(packing_costs(problem, list(priced.values()), rejected)),
         tuple(target.backend.code(problem, choice.candidate)),
-        target.kernel(choice.candidate, choice.counts, knowledge.prices, choice.features),
+        target.kernel(choice.counts, knowledge.prices, choice.features),
         dict(Counter(found.unfit.values()).most_common()),
         dict(Counter(found.failed.values()).most_common()),
     )

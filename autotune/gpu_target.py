@@ -197,9 +197,7 @@ class GpuTarget(Target):
     def unknown(self, counts: Sequence[Counts]) -> Mapping[str, int]:
         return kernel_of(counts).unknown
 
-    def kernel(
-        self, candidate: Candidate, counts: Sequence[Counts], prices: Prices | None, features: Features
-    ) -> dict[str, Any]:
+    def kernel(self, counts: Sequence[Counts], prices: Prices | None, features: Features) -> dict[str, Any]:
         kernel, seen = kernel_of(counts), cast(GpuFeatures, features)
         held = occupancy(self.gpu, seen.warps * LANES, seen.registers, seen.shared_bytes)
         priced: dict[str, Any] = {} if prices is None else {"bound": prices.limit(seen)}

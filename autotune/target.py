@@ -169,9 +169,7 @@ class Target(ABC):
         """Opcodes that the analyzer does not know, and how many of each are in the code; none of a CPU's."""
         return {}
 
-    def kernel(
-        self, candidate: Candidate, counts: Sequence[Counts], prices: Prices | None, features: Features
-    ) -> dict[str, Any]:
+    def kernel(self, counts: Sequence[Counts], prices: Prices | None, features: Features) -> dict[str, Any]:
         """What a GPU's kernel needs and executes, for JSON: registers, occupancy, loops. Nothing, of a CPU's."""
         return {}
 
