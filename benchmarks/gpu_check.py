@@ -35,8 +35,8 @@ from lowbit.costmodel.gpu_here import profile_here
 from lowbit.costmodel.gpu_lep import GpuCoefficients, default_coefficients, explain, predict_us
 from lowbit.kernels.backend import Backend, backend_named
 from lowbit.kernels.candidate import Candidate
-from lowbit.kernels.cuda.device import Driver, GpuHere, gpus_here
-from lowbit.kernels.cuda.gpus import has_driver, why_no_driver
+from lowbit.kernels.cuda.device import Driver
+from lowbit.kernels.cuda.gpus import GpuHere, gpus_here, has_driver, why_no_driver
 from lowbit.kernels.errors import LowbitError
 from lowbit.kernels.problem import Problem
 from lowbit.kernels.reference import make_operands

@@ -18,7 +18,7 @@ from ..db.store import Store
 from ..kernels.backend import Kernel
 from ..kernels.calls import Call, checked_call, packed_operand
 from ..kernels.candidate import Candidate
-from ..kernels.cuda.device import Blocks, typed_arguments
+from ..kernels.cuda.device import ARGUMENT_TYPES, Blocks, typed_arguments
 from ..kernels.errors import CompileError, DeviceError, LayoutError, NoWinnerError
 from ..kernels.packed import SLACK_BYTES, PackedTensor
 from ..kernels.problem import Problem, check_tokens
@@ -31,8 +31,6 @@ from .select import Database, FallbackWarning
 __all__ = ["TRUST_THIS_FILE", "ShippedKernel", "Trust", "load_kernel"]
 
 Float32 = NDArray[np.float32]
-
-_WIDTH_BYTES = {"pointer": 8, "int64": 8, "int32": 4, "float32": 4}
 
 
 def load_kernel(
@@ -249,7 +247,7 @@ def _load(image: KernelImage, loader: Loader) -> Loaded:
     code = image.cubin if image.cubin and cubin_runs_on(image.arch, loader.arch) else image.ptx.encode()
     function = loader.load(code, image.symbol)
     sizes = function.argument_sizes()
-    wanted = tuple(_WIDTH_BYTES[type_] for _, type_ in image.arguments)
+    wanted = tuple(np.dtype(ARGUMENT_TYPES[type_]).itemsize for _, type_ in image.arguments)
     if sizes is not None and sizes != wanted:
         raise CompileError(f"kernel {image.symbol} takes parameters of {sizes} bytes, its database says {wanted}")
     return function

@@ -17,21 +17,7 @@ from numpy.typing import NDArray
 from ..errors import CompileError, DeviceError, GpuMemoryError, poisoned
 from . import probes
 from .faults import checked, translated
-from .gpus import GpuHere, describe, gpus_here, has_driver, why_no_driver
-
-__all__ = [
-    "Blocks",
-    "Driver",
-    "Enqueued",
-    "Event",
-    "Function",
-    "GpuHere",
-    "Graph",
-    "Memory",
-    "context_broken",
-    "gpus_here",
-    "typed_arguments",
-]
+from .gpus import describe, has_driver, why_no_driver
 
 ORDINARY_SHARED_BYTES = 48 << 10
 """Dynamic shared memory that a block gets without asking."""
@@ -43,12 +29,13 @@ READ_BLOCKS, READ_THREADS = 4, 256
 """Blocks of a read on each multiprocessor: all resident at once, so that none begins when others end. With 64 bytes a
 thread they ask for 64 KiB at a time, more than bandwidth times latency of any board here."""
 
-_TYPES: Mapping[str, Callable[[Any], np.generic]] = {
+ARGUMENT_TYPES: Mapping[str, type[np.int64 | np.int32 | np.float32]] = {
     "pointer": np.int64,
     "int64": np.int64,
     "int32": np.int32,
     "float32": np.float32,
 }
+"""What a kernel takes for a parameter of each type."""
 
 
 class Parameter(Protocol):
@@ -86,12 +73,6 @@ class Blocks:
 _SMALLEST = Blocks((1, 1, 1), 32)
 
 
-class Enqueued(Protocol):
-    """Work that can be timed: `enqueue` puts it on the driver's stream and waits for nothing."""
-
-    def enqueue(self) -> None: ...
-
-
 def typed_arguments(parameters: Sequence[Parameter], values: Mapping[str, int | float]) -> tuple[np.generic, ...]:
     """A kernel's arguments in order, each of its parameter's type.
 
@@ -102,10 +83,10 @@ def typed_arguments(parameters: Sequence[Parameter], values: Mapping[str, int | 
     """
     arguments = []
     for parameter in parameters:
-        if parameter.name not in values or parameter.type not in _TYPES:
+        if parameter.name not in values or parameter.type not in ARGUMENT_TYPES:
             raise CompileError(f"the kernel's argument {parameter.name} ({parameter.type}) has no value")
         try:
-            arguments.append(_TYPES[parameter.type](values[parameter.name]))
+            arguments.append(ARGUMENT_TYPES[parameter.type](values[parameter.name]))
         except OverflowError as error:
             raise CompileError(
                 f"the kernel's argument {parameter.name} ({parameter.type}) cannot be {values[parameter.name]}"
@@ -219,7 +200,7 @@ class Driver:
     Parameters
     ----------
     ordinal : int
-        Of `gpus_here`.
+        Of `lowbit.kernels.cuda.gpus.gpus_here`.
 
     Attributes
     ----------

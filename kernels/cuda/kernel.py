@@ -133,8 +133,8 @@ def driver_for(arch: str) -> Driver:
     """
     drivers = _drivers()
     if arch not in drivers:
-        from .device import Driver, gpus_here
-        from .gpus import has_driver, why_no_driver
+        from .device import Driver
+        from .gpus import gpus_here, has_driver, why_no_driver
 
         if not has_driver():
             raise DeviceError(f"no GPU to run kernels for {arch} on: {why_no_driver()}")

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from lowbit.kernels.cuda.device import Driver, gpus_here, typed_arguments
+from lowbit.kernels.cuda.device import Driver, typed_arguments
+from lowbit.kernels.cuda.gpus import gpus_here
 from lowbit.kernels.errors import CompileError, DeviceError, GpuFaultError, GpuMemoryError, poisoned
 
 KERNEL = b"""// registers 40

@@ -15,7 +15,7 @@ def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_driver")
 def test_without_a_driver_there_are_no_gpus_and_one_clear_line() -> None:
-    assert device.gpus_here() == []
+    assert gpus.gpus_here() == []
     with pytest.raises(DeviceError) as caught:
         device.Driver()
     assert "no NVIDIA GPU can be used" in str(caught.value) and "\n" not in str(caught.value)
@@ -24,7 +24,7 @@ def test_without_a_driver_there_are_no_gpus_and_one_clear_line() -> None:
 
 def test_without_the_package_the_line_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "find_spec", lambda name: None)
-    assert device.gpus_here() == []
+    assert gpus.gpus_here() == []
     with pytest.raises(DeviceError, match=r"pip install 'lowbit\[cuda\]'"):
         device.Driver()
 
