@@ -40,6 +40,7 @@ _SOURCES = (
     "kernel_counts.py",
     "loops.py",
     "ptx_text.py",
+    "reachability.py",
     "sass.py",
     "sass_opcodes.py",
     "warp_code.py",

@@ -116,6 +116,6 @@ def count(code: Code) -> TileCounts:
 def counter() -> str:
     """Digest of the sources that count: a change makes stored counts stale, though the code they count is the same."""
     digest = hashlib.sha256()
-    for name in ("assembly.py", "loops.py", "tile.py", "unpack.py"):
+    for name in ("assembly.py", "loops.py", "reachability.py", "tile.py", "unpack.py"):
         digest.update(Path(__file__).with_name(name).read_bytes())
     return digest.hexdigest()[:12]

@@ -17,7 +17,7 @@ about one such instruction in twenty).
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -28,6 +28,7 @@ from ..kernels.cpu.share import Share
 from ..kernels.errors import CompileError
 from .assembly import ARGUMENTS, CLASSES, Instruction, parse_function
 from .loops import block_instructions, control_flow, hot_loop, natural_loops
+from .reachability import reached
 
 UNPACKING = frozenset(("shift", "mask", "permute", "convert", "arithmetic"))
 """Classes an unpacking instruction can have; ``arithmetic`` subtracts offsets and fixes signs."""
@@ -112,7 +113,7 @@ def analysed(assembly: str, symbol: str) -> HotLoop:
     code = {start + i: x for start in graph for i, x in enumerate(block_instructions(graph, start))}
     values, addresses = _data_flow(graph)
     scalar = {p for p, x in code.items() if not x.vector and not x.address}
-    pointers = _reached([ENTRY], values, scalar)
+    pointers = reached([ENTRY], values, scalar)
     packed = {p for pointer in pointers for p in addresses.get(pointer, ()) if code[p].loads}
     if not packed:
         raise CompileError(f"{symbol!r} reads nothing through its first argument, the packed words")
@@ -149,23 +150,12 @@ def _unpacking(
 ) -> set[int]:
     """Places in ``hot`` between loads of packed words and the products that read them."""
     products = {p for p in hot if code[p].multiplies}
-    loaded = _reached(packed - products, values, hot - products)
+    loaded = reached(packed - products, values, hot - products)
     sources: dict[int, set[int]] = defaultdict(set)
     for p in loaded:
         for use in values.get(p, ()):
             sources[use].add(p)
-    return {p for p in _reached(products, sources, loaded) - products if code[p].kind in UNPACKING}
-
-
-def _reached(starts: Iterable[int], edges: Mapping[int, Iterable[int]], within: Collection[int]) -> set[int]:
-    """``starts`` and everything that edges lead to from them without leaving ``within``."""
-    found, todo = set(starts), list(starts)
-    while todo:
-        for place in edges.get(todo.pop(), ()):
-            if place in within and place not in found:
-                found.add(place)
-                todo.append(place)
-    return found
+    return {p for p in reached(products, sources, loaded) - products if code[p].kind in UNPACKING}
 
 
 def _data_flow(graph: nx.DiGraph[int]) -> tuple[dict[int, set[int]], dict[int, set[int]]]:

@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 import networkx as nx
 
+from .reachability import reached
 from .warp_code import WarpFunction, WarpInstruction
 
 UNPACKING = frozenset(("shift", "logic", "permute", "convert", "float", "integer", "address"))
@@ -49,12 +50,12 @@ def _between(
     starts: Collection[int], ends: Collection[int], values: Mapping[int, set[int]], within: Collection[int]
 ) -> set[int]:
     """Places on paths from ``starts`` to ``ends``, neither of them included, that stay ``within``."""
-    loaded = _reached(starts, values, within)
+    loaded = reached(starts, values, within)
     sources: dict[int, set[int]] = defaultdict(set)
     for place in loaded:
         for use in values.get(place, ()):
             sources[use].add(place)
-    return _reached(ends, sources, loaded) - set(starts) - set(ends)
+    return reached(ends, sources, loaded) - set(starts) - set(ends)
 
 
 def data_flow(function: WarpFunction, graph: nx.DiGraph[int]) -> dict[int, set[int]]:
@@ -120,14 +121,3 @@ def _merge(known: Definitions, added: Mapping[str, set[int]]) -> bool:
         changed = changed or not places <= before
         before |= places
     return changed
-
-
-def _reached(starts: Iterable[int], edges: Mapping[int, Iterable[int]], within: Collection[int]) -> set[int]:
-    """``starts`` and everything that edges lead to from them without leaving ``within``."""
-    found, todo = set(starts), list(starts)
-    while todo:
-        for place in edges.get(todo.pop(), ()):
-            if place in within and place not in found:
-                found.add(place)
-                todo.append(place)
-    return found
