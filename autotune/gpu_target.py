@@ -40,7 +40,9 @@ TOKENS = 1
 OVERLAPPING = ("memory", "l2", "latency", "compute")
 """Terms of a prediction that hide behind each other."""
 LIMITS = {"memory": "memory", "l2": "the L2 cache", "latency": "latency", "compute": "instructions"}
-
+"""What a call is limited by where such a term is its largest."""
+MOST_CONTEXTS, CONTEXT_BYTES = 8, 2 << 30
+"""Each worker that runs candidates has a context on the GPU and operands there: so many, so much memory each."""
 
 _INT_TO_FLOAT = re.compile(r"I2F|cvt(\.\w+)*\.f(16|32|64)\.[su]\d")
 """Opcodes that make floats of integers, in SASS or PTX."""
@@ -56,8 +58,7 @@ class GpuPrices:
         return GpuFeatures.from_dict(values)
 
     def as_timed(self, features: Features, protocol: str) -> GpuFeatures:
-        seen = cast(GpuFeatures, features)
-        return warm(seen, self.coefficients.gpu) if protocol == "warm" else seen
+        return _as_timed(features, protocol, self.coefficients.gpu)
 
     def predict_us(self, features: Sequence[Features]) -> NDArray[np.float64]:
         return predict_many(cast(Sequence[GpuFeatures], features), self.coefficients)
@@ -85,8 +86,9 @@ class GpuPrices:
         return {name.removesuffix("_us"): time_us for name, time_us in found.items()}
 
 
-MOST_CONTEXTS, CONTEXT_BYTES = 8, 2 << 30
-"""Each worker that runs candidates has a context on the GPU and operands there: so many, so much memory each."""
+def _as_timed(features: Features, protocol: str, gpu: Gpu) -> GpuFeatures:
+    seen = cast(GpuFeatures, features)
+    return warm(seen, gpu) if protocol == "warm" else seen
 
 
 def kernel_of(counts: Sequence[Counts]) -> KernelCounts:
@@ -163,8 +165,7 @@ class GpuTarget(Target):
         return gpu_features(problem, candidate, tokens, kernel_of(counts), self.gpu, done)
 
     def as_timed(self, features: Features, protocol: str) -> GpuFeatures:
-        seen = cast(GpuFeatures, features)
-        return warm(seen, self.gpu) if protocol == "warm" else seen
+        return _as_timed(features, protocol, self.gpu)
 
     def known_prices(self, store: Store | None) -> GpuPrices | None:
         """Those of the newest stored calibration, or else of the published figures if the board is not here."""

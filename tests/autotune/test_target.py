@@ -161,7 +161,7 @@ def test_warm_operands_that_fit_the_cache_do_not_come_from_memory() -> None:
 
 def test_explanations_have_registers_occupancy_and_what_loops_execute() -> None:
     target = target_for("sm_86")
-    told = target.kernel(launch(), [counts()], target.known_prices(None), features())
+    told = target.kernel([counts()], target.known_prices(None), features())
     # 64 registers of 128 threads: 8 blocks of 4 warps, 32 of 48 warps.
     assert (told["registers"], told["occupancy"], told["limiter"]) == (64, pytest.approx(32 / 48), "registers")
     assert told["loops"][2] == {
@@ -182,7 +182,7 @@ def test_explanations_have_registers_occupancy_and_what_loops_execute() -> None:
 )  # fmt: skip
 def test_conversions_of_integers_to_floats_are_told_apart(opcode: str, makes_floats: int) -> None:
     loop = LoopCounts(K_STEP, 1, {"convert": 1, "dot": 1}, {}, {opcode: 1, "IDP.4A.S8.S8": 1})
-    told = target_for("sm_86").kernel(launch(), [counts(loops=(loop,))], None, features())
+    told = target_for("sm_86").kernel([counts(loops=(loop,))], None, features())
     assert told["hot_loop"]["int_to_float"] == told["loops"][0]["int_to_float"] == makes_floats
 
 
