@@ -36,9 +36,11 @@ _NESTING = (TILE, SUB, K_STEP, WEIGHTS, V_STEP)
 _WITH_WORDS = frozenset((TILE, SUB, K_STEP, V_STEP))
 """Marks of loops that touch packed words."""
 
-_SOURCES = (
+SOURCES = (
+    "assembly.py",
     "kernel_counts.py",
     "loops.py",
+    "ptx_opcodes.py",
     "ptx_text.py",
     "reachability.py",
     "sass.py",
@@ -46,6 +48,7 @@ _SOURCES = (
     "warp_code.py",
     "warp_flow.py",
 )
+"""Everything here that counting depends on."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +209,7 @@ def count_kernel(code: KernelCode) -> KernelCounts:
 def counter() -> str:
     """Digest of the sources that count: a change makes stored counts stale, though the code they count is the same."""
     digest = hashlib.sha256()
-    for name in _SOURCES:
+    for name in SOURCES:
         digest.update(Path(__file__).with_name(name).read_bytes())
     return digest.hexdigest()[:12]
 

@@ -19,6 +19,9 @@ from .unpack import analysed
 
 Counts = dict[str, int]
 
+SOURCES = ("assembly.py", "loops.py", "reachability.py", "tile.py", "unpack.py")
+"""Everything here that counting depends on."""
+
 
 @dataclass(frozen=True)
 class TileCounts:
@@ -116,6 +119,6 @@ def count(code: Code) -> TileCounts:
 def counter() -> str:
     """Digest of the sources that count: a change makes stored counts stale, though the code they count is the same."""
     digest = hashlib.sha256()
-    for name in ("assembly.py", "loops.py", "reachability.py", "tile.py", "unpack.py"):
+    for name in SOURCES:
         digest.update(Path(__file__).with_name(name).read_bytes())
     return digest.hexdigest()[:12]
