@@ -66,7 +66,7 @@ def tune(
     DatabaseError
         If the database cannot be used; it is left as it was.
     CompileError
-        If no candidate of a problem works.
+        If nothing can be compiled for the device, or no candidate of a problem works.
     NoiseError
         If the machine was too busy to measure anything. The predicted winners are stored then.
     TuneInterrupted
@@ -80,6 +80,7 @@ def tune(
         importlib.import_module(plugin)
     target = target_for(options.device, options.threads, options.gpu)
     strategy = _strategy(options.strategy, target)
+    target.backend.require_compiler()
     options = replace(options, strategy=strategy.name)
     if options.protocol not in PROTOCOLS:
         raise LowbitError(f"unknown protocol {options.protocol!r}: choose one of {', '.join(PROTOCOLS)}")

@@ -111,6 +111,16 @@ class Backend(ABC):
         """The part of `toolchain` that tile functions depend on: key of what is counted in them."""
         return self.toolchain()
 
+    def require_compiler(self) -> None:
+        """Refuse what would compile, where nothing can be compiled: sooner than candidate by candidate.
+
+        Raises
+        ------
+        CompileError
+            With what is missing. Never where compilers come with the package's own dependencies.
+        """
+        return None
+
     @abstractmethod
     def space(self, problem: Problem, threads: int) -> Iterator[Candidate | Rejected]:
         """Every candidate of ``problem``, each impossible or hopeless one as `Rejected` with its reason.

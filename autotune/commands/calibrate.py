@@ -33,6 +33,7 @@ def calibrate(device: str, gpu: str | None, threads: int | None, database: Path 
       autotune calibrate --device cpu --threads 2 --db lowbit.db
     """
     target = options.target_for(device, threads, gpu)
+    target.backend.require_compiler()
     target.require_present("nothing can be calibrated")
     path = options.database_for_tuning(database)
     from ...costmodel.calibrate import Calibration

@@ -75,6 +75,7 @@ def explain(
     problem, (length, *_) = next(iter(work.items()))
     options.import_plugins(plugins)
     target = options.target_for(device, threads, gpu, isa or "")
+    target.backend.require_compiler()
     from ...search.crew import Crew
     from ...search.messages import Setup
     from ...search.tiles import TileCounter

@@ -74,6 +74,9 @@ class CudaBackend(Backend):
     def toolchain(self) -> str:
         return _toolchain()
 
+    def require_compiler(self) -> None:
+        ptx.require_compiler()
+
     def space(self, problem: Problem, threads: int) -> Iterator[Candidate | Rejected]:
         """See `lowbit.kernels.backend.Backend.space`; ``threads`` are a CPU's."""
         return candidates.space(problem, self.arch)

@@ -47,7 +47,7 @@ def compile_entry(entry: Entry, arch: str) -> str:
 
 @functools.lru_cache(maxsize=512)
 def _compiled(entry: Entry, arch: str) -> str:
-    _require_compiler()
+    require_compiler()
     from numba import cuda
     from numba.cuda.cudadrv.error import CCSupportError, NvvmSupportError
     from numba.cuda.types import float32, int32, int64, void
@@ -116,7 +116,14 @@ def versions() -> dict[str, str]:
     return {name: text for name, text in found.items() if text}
 
 
-def _require_compiler() -> None:
+def require_compiler() -> None:
+    """Refuse where this process makes no PTX at all.
+
+    Raises
+    ------
+    CompileError
+        If the ``cuda`` extra is missing, or numba-cuda is its simulator.
+    """
     if importlib.util.find_spec("numba_cuda") is None:
         raise CompileError("kernels for NVIDIA GPUs need numba-cuda: install the extra, pip install 'lowbit[cuda]'")
     if simulating():

@@ -59,6 +59,9 @@ class FakeGpu(CudaBackend):
     def toolchain(self) -> str:
         return "by hand 1"
 
+    def require_compiler(self) -> None:
+        """Code that is written by hand needs none."""
+
     def space(self, problem: Problem, threads: int) -> Iterator[Candidate | Rejected]:
         for packing in PACKINGS:
             for splits in (1, 8):

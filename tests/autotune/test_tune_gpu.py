@@ -202,6 +202,39 @@ def run(*args: str) -> Any:
     return result
 
 
+@pytest.mark.parametrize(
+    ("command", "more"),
+    [((), SHAPE), ((), (*SHAPE, "--json")), (("explain",), SHAPE), (("calibrate",), ())],
+    ids=["tune", "json", "explain", "calibrate"],
+)
+@pytest.mark.parametrize(
+    ("lacking", "told"),
+    [
+        (("importlib.util.find_spec", None), "kernels for NVIDIA GPUs need numba-cuda: install the extra, pip install"),
+        (("simulating", True), "nothing is compiled under NUMBA_ENABLE_CUDASIM=1"),
+    ],
+    ids=["no extra", "simulator"],
+)
+def test_nothing_is_begun_where_nothing_can_be_compiled(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: tuple[str, ...],
+    more: tuple[str, ...],
+    lacking: tuple[str, Any],
+    told: str,
+) -> None:
+    monkeypatch.setattr("lowbit.kernels.cuda.ptx.simulating", lambda: False)
+    monkeypatch.setattr("lowbit.kernels.cuda.ptx.importlib.util.find_spec", lambda name: object())
+    name, answer = lacking
+    monkeypatch.setattr(f"lowbit.kernels.cuda.ptx.{name}", lambda *_: answer)
+    path = tmp_path / "t.db"
+    result = CliRunner().invoke(autotune, [*command, "--device", "sm_86", *more, "--db", str(path)])
+    _, error = result.stderr.splitlines()
+    assert (result.exit_code, result.stdout) == (4, "")
+    assert error.startswith(f"error: {told}")
+    assert not path.exists()
+
+
 def test_the_command_says_which_board_it_takes_and_why_layouts_stay(tmp_path: Path) -> None:
     path = str(tmp_path / "t.db")
     result = run("--device", DEVICE, *SHAPE, "--tokens", "256,16384", "--db", path)
