@@ -91,12 +91,18 @@ def print_winners(title: str, results: Sequence[Result]) -> None:
     print_table(title, ("problem, length", "winner", "result"), rows, lines=True)
 
 
-def print_phases(found: Sequence[Phases]) -> None:
-    """Say of each problem that has several lengths whether its layout changes with them, and why."""
+def print_phases(found: Sequence[Phases], names: Mapping[str, str] | None = None) -> None:
+    """Say of each problem that has several lengths whether its layout changes with them, and why.
+
+    Parameters
+    ----------
+    names : mapping of str to str, optional
+        What to call devices, by fingerprint, where there are several.
+    """
     devices = len({each.device for each in found}) > 1
     for each in found:
         if sum(len(phase.tokens) for phase in each.phases) > 1:
-            where = f"{each.problem} on {each.device}" if devices else each.problem
+            where = f"{each.problem} on {(names or {}).get(each.device, each.device)}" if devices else each.problem
             click.echo(f"{where}: {each.reason}")
 
 

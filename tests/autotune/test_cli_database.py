@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from lowbit.autotune.cli import autotune
+from lowbit.costmodel.gpu import gpu_named
+from lowbit.db.described import long_names, short_names
 from lowbit.db.records import Winner
 from lowbit.db.store import Store
 from lowbit.kernels.errors import NoWinnerError
@@ -121,3 +123,84 @@ def test_winners_say_whether_the_layout_changes(path: Path) -> None:
     shown = run("winners", "--db", str(path))
     assert f"{OTHER}: changes between 32 and 128 tokens" in " ".join(shown.split())
     assert f"{PROBLEM}: " not in shown
+
+
+BOARDS = ("RTX 3090", "RTX 3060")
+
+
+@pytest.fixture
+def several(path: Path) -> Path:
+    """The same problem on two boards besides, and on a board that nobody described."""
+    with Store.open(path) as store:
+        prints = {gpu_named(board).fingerprint: board for board in BOARDS} | {"sm_75-40sm": "stranger"}
+        for board in BOARDS:
+            gpu = gpu_named(board)
+            store.put_device(gpu.fingerprint, {**gpu.as_dict(), "isa": gpu.arch})
+        for fingerprint, board in prints.items():
+            for tokens in (256, 4096):
+                store.put_winner(
+                    Winner(
+                        device=fingerprint, problem=PROBLEM, tokens=tokens, tokens_from=1, tokens_to=None,
+                        candidate=f"layout of {board}; integer; rows 4, lanes 1, loads 4, stages 0, splits 8, warps 4",
+                        provenance="predicted", predicted_us=3.0, toolchain="compiler 1",
+                    )
+                )  # fmt: skip
+    return path
+
+
+def test_winners_stand_under_their_device(several: Path) -> None:
+    """Every winner comes after its own device's heading and before the next device's."""
+    shown = run("winners", "--db", str(several))
+    headings = [line for line in shown.splitlines() if line.startswith(f"{several}: ")]
+    assert [heading.removeprefix(f"{several}: ") for heading in headings] == [
+        "a test device", *(gpu_named(board).description for board in BOARDS), "sm_75-40sm",
+    ]  # fmt: skip
+    parts = [part.partition("\n")[2] for part in shown.split(f"{several}: ")[1:]]
+    parts[-1] = parts[-1].partition(f"\n{PROBLEM} on ")[0]
+    owners = [[name for name in (*BOARDS, "stranger") if f"layout of {name}" in part] for part in parts]
+    assert owners == [[], ["RTX 3090"], ["RTX 3060"], ["stranger"]]
+    assert "elsewhere" in parts[0]
+
+
+def test_closing_lines_name_the_device_where_there_are_several(several: Path) -> None:
+    told = [line for line in run("winners", "--db", str(several)).splitlines() if line.startswith(PROBLEM)]
+    assert [line.partition(": ")[0] for line in told] == [
+        f"{PROBLEM} on RTX 3090 (sm_86)", f"{PROBLEM} on RTX 3060 (sm_86)", f"{PROBLEM} on sm_75-40sm",
+    ]  # fmt: skip
+    alone = run("winners", "--db", str(several), "--device", "RTX 3060")
+    assert f"\n{PROBLEM}: one layout at all lengths" in alone
+
+
+@pytest.mark.parametrize(
+    ("asked", "boards"),
+    [
+        ("RTX 3060", ["RTX 3060"]),
+        ("nvidia geforce rtx3060", ["RTX 3060"]),
+        (gpu_named("RTX 3090").fingerprint, ["RTX 3090"]),
+        ("sm_86", ["RTX 3090", "RTX 3060"]),
+        ("sm_75", ["sm_75-40sm"]),
+        ("cpu", ["a test device"]),
+        ("avx2", ["a test device"]),
+        ("A test device", ["a test device"]),
+        ("silicon-1", ["a test device"]),
+        ("RTX 4090", []),
+        ("sm_8", []),
+    ],
+)
+def test_devices_answer_to_their_names(several: Path, asked: str, boards: list[str]) -> None:
+    found = json.loads(run("winners", "--db", str(several), "--device", asked, "--json"))
+    assert [name.partition(" (")[0] for name in found["devices"].values()] == boards
+    assert {winner["device"] for winner in found["winners"]} == set(found["devices"])
+    assert {each["device"] for each in found["phases"]} == set(found["devices"])
+
+
+def test_asking_for_a_device_that_is_not_there_tells_those_that_are(several: Path) -> None:
+    result = CliRunner().invoke(autotune, ["db", "winners", "--db", str(several), "--device", "sm_90"])
+    assert result.exit_code == NoWinnerError.exit_status
+    assert "its devices are a test device (avx2), RTX 3090 (sm_86), RTX 3060 (sm_86), sm_75-40sm" in result.stderr
+
+
+def test_devices_that_say_the_same_of_themselves_are_told_apart() -> None:
+    twins = {each: {"description": "a chip, 2 cores", "isa": "avx2"} for each in ("chip-1", "chip-2")}
+    assert list(short_names(twins).values()) == ["a chip (avx2), chip-1", "a chip (avx2), chip-2"]
+    assert list(long_names(twins).values()) == ["a chip, 2 cores, chip-1", "a chip, 2 cores, chip-2"]
