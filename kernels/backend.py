@@ -98,6 +98,10 @@ class Backend(ABC):
     """
 
     name: str
+    counted_at_once: int = 8
+    """Tile functions of one request to count them, kept together and lost together where the request is cut off: so
+    few that all workers are busy to the end, and so many that the time goes into compiling rather than into messages.
+    """
 
     @abstractmethod
     def target(self) -> str:

@@ -17,9 +17,6 @@ from .crew import Crew
 from .messages import Count, Counted, Request
 from .rounds import Fault
 
-CHUNK = 8
-"""Tile functions of one request: few enough to keep all workers busy to the end and to lose little when interrupted."""
-
 OUT_OF_TIME = "not counted within the budget"
 """Why a candidate has no counts if nothing is wrong with it."""
 
@@ -114,8 +111,8 @@ class TileCounter:
         self, problem: Problem, missing: Mapping[str, str], until: float | None
     ) -> Iterator[tuple[Count, Counted | Fault]]:
         """Replies; a chunk that costs its worker is asked for again tile by tile."""
-        tiles = list(missing.items())
-        requests = [Count(problem.key, tuple(tiles[i : i + CHUNK])) for i in range(0, len(tiles), CHUNK)]
+        tiles, each = list(missing.items()), self.backend.counted_at_once
+        requests = [Count(problem.key, tuple(tiles[i : i + each])) for i in range(0, len(tiles), each)]
         again: list[Count] = []
         for request, reply in self._work(requests, until):
             if isinstance(reply, Fault) and len(request.tiles) > 1:

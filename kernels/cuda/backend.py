@@ -63,6 +63,8 @@ class CudaBackend(Backend):
     """
 
     name = "cuda"
+    counted_at_once = 1
+    """One kernel takes a second or more."""
 
     def __init__(self, arch: str = "sm_86"):
         limits(arch)

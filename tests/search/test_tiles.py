@@ -20,11 +20,13 @@ from fake_backend import (
 from lowbit.autotune.cpu_target import CpuTarget
 from lowbit.costmodel import tile
 from lowbit.db.store import Store
+from lowbit.kernels.backend import Backend
 from lowbit.kernels.candidate import Candidate
+from lowbit.kernels.cuda.backend import CudaBackend
 from lowbit.kernels.problem import Problem
 from lowbit.search.crew import Crew
 from lowbit.search.features import extract
-from lowbit.search.messages import Setup
+from lowbit.search.messages import Count, Setup
 from lowbit.search.tiles import OUT_OF_TIME, TileCounter
 
 GOOD = [candidate(10 * n, SEGV if n == 3 else 0, layout) for n in (1, 2, 3) for layout in LAYOUTS]
@@ -132,7 +134,7 @@ def test_what_is_out_of_time_is_left_and_what_is_known_is_used(store: Store) -> 
 def test_all_layouts_come_before_the_second_schedule_of_any(
     store: Store, log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lowbit.search.tiles.CHUNK", 1)
+    monkeypatch.setattr(FakeBackend, "counted_at_once", 1)
     space = [candidate(10), candidate(20, REFUSES), candidate(10, layout=LAYOUTS[1])]
     with Crew(SETUP, 1) as crew:
         counter(crew, store).count(PROBLEM, named(*space), quiet)
@@ -141,7 +143,7 @@ def test_all_layouts_come_before_the_second_schedule_of_any(
 
 
 def test_an_interrupt_keeps_the_chunks_before_it(store: Store, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowbit.search.tiles.CHUNK", 1)
+    monkeypatch.setattr(FakeBackend, "counted_at_once", 1)
 
     def interrupt(done: int, total: int) -> None:
         if done == 3:
@@ -156,6 +158,24 @@ def test_an_interrupt_keeps_the_chunks_before_it(store: Store, log: Path, monkey
         tiles, _ = counter(crew, store).count(PROBLEM, named(*GOOD), quiet)
     assert len(tiles) == len(GOOD)
     assert kept.isdisjoint(generated(log))
+
+
+@pytest.mark.parametrize(("at_once", "kept"), [(1, 4), (8, 0)])
+def test_what_is_finished_when_the_time_is_up_is_kept_by_requests(
+    store: Store, log: Path, monkeypatch: pytest.MonkeyPatch, at_once: int, kept: int
+) -> None:
+    monkeypatch.setattr(FakeBackend, "counted_at_once", at_once)
+    space = named(candidate(10), candidate(10, layout=LAYOUTS[1]), candidate(10, COMPILER_HANGS, LAYOUTS[2]))
+    with Crew(SETUP, 1) as crew:
+        crew.ask(Count(PROBLEM.key, ()))  # starting takes a second or two
+        tiles, failed = counter(crew, store).count(PROBLEM, space, quiet, time.monotonic() + 2.0)
+    assert len(generated(log)) == 5  # the last one hangs
+    assert len(store.tiles("fake 1")) == kept
+    assert (len(tiles), set(failed.values())) == (kept // 2, {OUT_OF_TIME})
+
+
+def test_kernels_of_gpus_are_counted_one_by_one() -> None:
+    assert (CudaBackend("sm_86").counted_at_once, Backend.counted_at_once) == (1, 8)
 
 
 def test_counts_of_another_release_or_toolchain_are_made_anew(
