@@ -18,7 +18,7 @@ from typing import Any, Self
 import networkx as nx
 
 from ..kernels.cuda.code import KernelCode
-from ..kernels.cuda.marks import K_STEP, SUB, TILE, V_STEP, WEIGHTS
+from ..kernels.cuda.marks import K_STEP, TILE, WEIGHTS
 from ..kernels.errors import CompileError
 from .loops import Loop, control_flow, natural_loops
 from .ptx_text import parse_ptx
@@ -30,10 +30,10 @@ __all__ = ["GPU_CLASSES", "KernelCounts", "LoopCounts", "count_kernel", "counter
 
 Counts = dict[str, int]
 
-_NESTING = (TILE, SUB, K_STEP, WEIGHTS, V_STEP)
+_NESTING = (TILE, K_STEP, WEIGHTS)
 """Outer loops first: the loop that others were dissolved into is the one that gives the name."""
 
-_WITH_WORDS = frozenset((TILE, SUB, K_STEP, V_STEP))
+_WITH_WORDS = frozenset((TILE, K_STEP))
 """Marks of loops that touch packed words."""
 
 SOURCES = (

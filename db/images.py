@@ -107,8 +107,11 @@ class KernelImages(Session):
             (id_,),
             blobs=_BLOBS,
         )
-        if not rows:
+        launches_stored = self._rows("SELECT position FROM launches WHERE winner_id = ? ORDER BY position", (id_,))
+        if not launches_stored:
             return None
+        if len(rows) != len(launches_stored) or [row["position"] for row in launches_stored] != [*range(len(rows))]:
+            raise DatabaseError(f"{self.path}: kernels of the winner for {winner.problem} are missing")
         with self._decoding():
             payloads = [self._parsed(row.pop("payload")) for row in rows]
             try:

@@ -19,7 +19,7 @@ from ..kernels.backend import Kernel
 from ..kernels.calls import Call, checked_call, packed_operand
 from ..kernels.candidate import Candidate
 from ..kernels.cuda.device import ARGUMENT_TYPES, Blocks, typed_arguments
-from ..kernels.errors import CompileError, DeviceError, LayoutError, NoWinnerError
+from ..kernels.errors import CompileError, DatabaseError, DeviceError, LayoutError, NoWinnerError
 from ..kernels.packed import SLACK_BYTES, PackedTensor
 from ..kernels.problem import Problem, check_tokens
 from ..kernels.quantize import Quantized
@@ -93,7 +93,8 @@ def load_kernel(
             archs = ", ".join(dict.fromkeys(arch for _, arch in found))
             raise NoWinnerError(f"{path} holds code for {problem.key} on {archs}, which does not run on {gpu.arch}")
         kept = store.shipped(winner)
-    assert kept is not None
+    if kept is None:  # it had code a moment ago, within one reading
+        raise DatabaseError(f"{path}: kernels of the winner for {problem.key} are missing")
     if why:
         warnings.warn(f"{problem.key} at {tokens} {problem.length_name}: {why}", FallbackWarning, stacklevel=2)
     return ShippedKernel(winner, *kept, gpu)

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..packing import Packing
 from ..problem import GROUP
-from .mapping import Infeasible, Tiling
+from .mapping import Tiling
 from .ops import MAGIC, MAGIC_BITS, Ops, Value
 from .unpacking import Unpacking, order, plan, unpack
 
@@ -98,8 +98,6 @@ def contraction(tiling: Tiling, packing: Packing, pipeline: str, head_dim: int, 
     Infeasible
         If the layout does not lend itself to the pipeline.
     """
-    if tiling.vectors.width < 4:
-        raise Infeasible(f"{packing.name}: runs of {tiling.vectors.width} bytes are no whole words")
     groups = 1 if packing.bits == 16 else -(-head_dim // GROUP)
     if pipeline == "float" or packing.bits == 16:
         slots = _float_order(tiling)
@@ -226,6 +224,12 @@ def factor(ops: Ops, factors: Value, offset: int) -> tuple[Value, Value]:
     return ops.as_float(multiplier), ops.as_float(correction)
 
 
+def small_width(c: Contraction, row_bytes: int) -> int:
+    """Bytes of one load of the small operand: of a bundle's part, or of a row where bundles follow each other."""
+    run = c.bundle_bytes if c.tiling.lanes_r > 1 else row_bytes
+    return next(size for size in (16, 8, 4) if run % size == 0)
+
+
 class SmallReader:
     """Reads the small operand of bundles, 16 bytes at a time where the next bundle's lies behind this one's."""
 
@@ -237,8 +241,8 @@ class SmallReader:
         """Words that meet a bundle, from the row that begins at byte ``row``."""
         c, first = self._c, self._c.small_offset(bundle)
         if c.tiling.lanes_r > 1:
-            return self._load(row + first, c.bundle_bytes // 4)
-        size = next(n for n in (16, 8, 4) if self._row_bytes % n == 0)
+            return self._load(row + first, c.bundle_bytes // 4, small_width(c, self._row_bytes) // 4)
+        size = small_width(c, self._row_bytes)
         found: list[Value] = []
         for chunk in range(first // size, -(-(first + c.bundle_bytes) // size)):
             key = row, chunk
@@ -248,9 +252,8 @@ class SmallReader:
         skipped = first % size // 4
         return found[skipped : skipped + c.bundle_bytes // 4]
 
-    def _load(self, place: int, words: int) -> list[Value]:
+    def _load(self, place: int, words: int, size: int) -> list[Value]:
         found: list[Value] = []
-        size = next(n for n in (4, 2, 1) if words % n == 0)
         while len(found) < words:
             found += self._ops.load_shared(self._small, place + 4 * len(found), size)
         return found

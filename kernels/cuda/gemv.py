@@ -84,8 +84,8 @@ def build_gemv(steps: Steps) -> Callable[..., None]:
         store_rows(scores, 4 * (warp * rows * TILE + lane))
         block_barrier()
         for index in range(thread_index(), results, threads_of_block()):
-            row = index >> 5
-            token = tile * TILE + token_of(index & 31)
+            row = index // TILE
+            token = tile * TILE + token_of(index - row * TILE)
             if first_row + row < rows_all and token < tokens:
                 value = zero()
                 for each in range(warps):

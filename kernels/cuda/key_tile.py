@@ -9,7 +9,7 @@ import numpy as np
 
 from ..problem import GROUP
 from .contraction import FACTOR_BYTES, SCALE_BYTES, Contraction, SmallReader, Sum, factor, load, unpacked
-from .mapping import TILE, Infeasible, group_of, lane_part
+from .mapping import TILE, Infeasible, lane_part
 from .ops import Ops, Value
 
 
@@ -69,24 +69,19 @@ class KeyTile:
     def _group_table(self) -> list[list[int]]:
         """Scale group of each small word of each bundle, for r_lane 0."""
         c = self.contraction
-        lanes, size = c.tiling.lanes_r, 4 if c.integer else 1
-        each = c.bundle_bytes // c.slot_bytes
-        table, parts = [], set()
-        for q in range(c.tiling.iters_r // c.bundle):
-            by_lane = []
-            for r_lane in range(lanes):
-                first = (q * lanes + r_lane) * each
-                slots = c.order[first : first + each]
-                groups = [{group_of(r) for r in slots[i : i + size]} for i in range(0, each, size)]
-                if c.scaled and any(len(group) > 1 for group in groups):
-                    raise Infeasible(f"{c.packing.name}: four codes of a word have different scales")
-                by_lane.append([min(group) if c.scaled else 0 for group in groups])
-            for word in range(len(by_lane[0])):
-                parts.add(lane_part([groups[word] for groups in by_lane], "a lane's scale group"))
-            table.append(by_lane[0])
+        size = 4 if c.integer else 1
+        words = c.bundle_bytes // c.slot_bytes // size
+        order = np.array(c.order).reshape(-1, c.tiling.lanes_r, words, size)
+        groups = order // GROUP if c.scaled else np.zeros_like(order)
+        if (groups != groups[..., :1]).any():
+            raise Infeasible(f"{c.packing.name}: four codes of a word have different scales")
+        by_lane = groups[..., 0].swapaxes(1, 2)  # bundle, word, lane
+        deltas = np.unique((by_lane - by_lane[..., :1]).reshape(-1, c.tiling.lanes_r), axis=0)
+        parts = {lane_part(delta, "a lane's scale group") for delta in deltas}
         if len(parts) > 1:
             raise Infeasible(f"{c.packing.name}: lanes differ in their scale groups in several ways")
         self.group_part = parts.pop()
+        table: list[list[int]] = by_lane[..., 0].tolist()
         return table
 
     def _slot_table(self) -> list[int]:

@@ -26,8 +26,8 @@ from ..problem import GROUP
 TILE = 32
 """Tokens of a tile."""
 LANES = 32
-WIDTHS = (16, 8, 4, 2, 1)
-"""Bytes of one load."""
+WIDTHS = (16, 8, 4)
+"""Bytes of one load, whole 32-bit words."""
 SECTOR_BYTES = 32
 """What memory transfers at once."""
 
@@ -151,11 +151,12 @@ def tile_vectors(layout: Layout, role: str, head_dim: int) -> tuple[tuple[Vector
         raise Infeasible(f"{layout.order!r}: GPU kernels read storage that is not folded")
     unit = layout.unit(CHANNEL)
     channels = -(-head_dim // unit) * unit
-    t, d = np.arange(2 * TILE)[:, None], np.arange(channels)[None, :]
+    t, d = np.arange(TILE)[:, None], np.arange(channels)[None, :]
     byte, shift = layout.address(t, d, 2 * TILE, head_dim)
-    tile_bytes = int(byte[TILE, 0] - byte[0, 0])
+    next_tile, _ = layout.address(np.array(TILE), np.array(0), 2 * TILE, head_dim)
+    tile_bytes = int(next_tile - byte[0, 0])
     bits = layout.packing.bits
-    place = (byte * 8 + shift)[:TILE].ravel()
+    place = (byte * 8 + shift).ravel()
     order = np.argsort(place)
     token, channel = np.divmod(order, channels)
     outputs, reduced = (token, channel) if role == "k" else (channel, token)

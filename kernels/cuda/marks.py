@@ -10,18 +10,14 @@ TILE = 1
 """32 tokens of a warp."""
 K_STEP = 2
 """A step along the channels of a dot product."""
-SUB = 3
-"""Some of a tile's tokens, when several lanes share one."""
 WEIGHTS = 4
 """Rounding weights of one group of channels."""
-V_STEP = 5
-"""A step along the tokens of weighted values."""
 PROLOGUE, EPILOGUE, MERGE = 6, 7, 8
 """Preparing the small operand, folding one warp's record of one channel, one split's."""
 MAXIMA = 9
 """Maxima of one warp's record."""
 
-NAMES = {TILE: "tile", K_STEP: "k step", SUB: "sub-tile", WEIGHTS: "weights", V_STEP: "v step"} | {
+NAMES = {TILE: "tile", K_STEP: "k step", WEIGHTS: "weights"} | {
     PROLOGUE: "prologue",
     EPILOGUE: "epilogue",
     MERGE: "merge",

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from . import marks
+from .contraction import SCALE_BYTES
 from .mapping import TILE
 from .records import RECORD_HEAD
 from .softmax import PAIRS
@@ -166,10 +167,12 @@ def build_attend(steps: Steps) -> Kernel:
             stage = advance(sources, tile, stop, warps, ring, number, lane)
             keys, key_scales = k_data(k_words, tile, stage, key), k_scales_at(k_scales, tile, stage, key_scale)
             scores = reduce(sums_of(no_scores(), keys, key_scales, small, factors), lane)
-            found = update(state, scores, tile * 32 + token, bounds, cap)
+            found = update(state, scores, tile * TILE + token, bounds, cap)
             state = state_of(found)
             total = rescale(total, shrinks_of(found))
-            weigh(weights_of(found), v_scales_at(v_scales, tile, stage, 2 * token), slot, mine, lane, thresholds)
+            weigh(
+                weights_of(found), v_scales_at(v_scales, tile, stage, SCALE_BYTES * token), slot, mine, lane, thresholds
+            )
             total = accumulate(total, v_data(v_words, tile, stage, 0), value, mine, lane)
             warp_barrier()
             number = following(number)
@@ -182,21 +185,16 @@ def build_weigh(steps: Steps) -> Callable[..., None]:
     """Make the weights of a tile's tokens what the values' step reads: floats, or codes with a factor."""
     v = steps.values
     control = steps.control
-    store_products, round_weights = v.store_products, v.round_weights
+    store_products, round_pair = v.store_products, v.round_pair
     warp_barrier, mark = control.warp_barrier, control.mark(marks.WEIGHTS)
     pairs = steps.rows * v.values.contraction.groups
-    weights_at = steps.shared.products
-    factors_at = weights_at + steps.shared.weights
 
     def integers(weights: Any, scales: Any, slot: Any, mine: Any, lane: Any, thresholds: Any) -> None:
         store_products(weights, scales, slot)
         warp_barrier()
         for first in range(0, pairs, PAIRS):
             mark()
-            pair = min(first + (lane >> 3), pairs - 1)
-            each = lane & 7
-            place = mine + weights_at + pair * TILE + each * 4
-            round_weights(mine + pair * TILE * 4 + each * 16, place, mine + factors_at + pair * 8, thresholds)
+            round_pair(first, mine, lane, thresholds)
         warp_barrier()
 
     def floats(weights: Any, scales: Any, slot: Any, mine: Any, lane: Any, thresholds: Any) -> None:
@@ -322,9 +320,9 @@ def build_sv(steps: Steps) -> Kernel:
         state, total = no_state(), no_out()
         for tile in range(first, stop, warps):
             mark()
-            token = tile * 32 + lane
+            token = tile * TILE + lane
             weights = given(source, token, tokens, rows_all - first_row)
-            weigh(weights, v_scales_at(v_scales, tile, 0, 2 * lane), slot, mine, lane, thresholds)
+            weigh(weights, v_scales_at(v_scales, tile, 0, SCALE_BYTES * lane), slot, mine, lane, thresholds)
             total = accumulate(total, v_data(v_words, tile, 0, 0), value, mine, lane)
             warp_barrier()
         finish(state, total, out, partials, head, split, splits, first_row, rows_all)
@@ -371,6 +369,6 @@ def build_qk(steps: Steps) -> Kernel:
             mark()
             keys, key_scales = k_data(k_words, tile, 0, key), k_scales_at(k_scales, tile, 0, key_scale)
             scores = reduce(sums_of(no_scores(), keys, key_scales, small, factors), lane)
-            store_scores(scores, target, tile * 32 + offset, tokens, rows_all - first_row)
+            store_scores(scores, target, tile * TILE + offset, tokens, rows_all - first_row)
 
     return qk

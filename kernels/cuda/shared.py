@@ -13,6 +13,9 @@ from .key_tile import KeyTile
 from .mapping import TILE
 from .records import RECORD_HEAD
 
+LINES = 1024
+"""Alignment of packed tiles: eight lines of 128 bytes, after which the swizzle repeats."""
+
 
 def _aligned(size: int, to: int = 16) -> int:
     return -(-size // to) * to
@@ -32,15 +35,15 @@ class Stage:
 
     @property
     def places(self) -> tuple[int, int, int, int]:
-        """Where each begins, packed tiles at whole lines of 1 KiB, so that their swizzle depends on nothing else."""
+        """Where each begins, packed tiles at multiples of `LINES`, so that their swizzle depends on nothing else."""
         keys, key_scales, values, _ = self.sizes
         second = _aligned(keys)
-        third = _aligned(second + key_scales, 1024) if values else second + key_scales
+        third = _aligned(second + key_scales, LINES) if values else second + key_scales
         return 0, second, third, _aligned(third + values)
 
     @property
     def nbytes(self) -> int:
-        return _aligned(self.places[3] + self.sizes[3], 1024)
+        return _aligned(self.places[3] + self.sizes[3], LINES)
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ class Shared:
 
     def ring(self, warps: int) -> int:
         """Where the first warp's stages begin."""
-        return _aligned(self.warps + warps * self.warp, 1024)
+        return _aligned(self.warps + warps * self.warp, LINES)
 
     @property
     def ring_bytes(self) -> int:

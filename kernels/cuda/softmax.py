@@ -17,6 +17,7 @@ HIDDEN = -1e30
 """Score of a token that a row does not see."""
 NOTHING = -1e29
 """Maximum before any token is seen: its distance from `HIDDEN` makes hidden tokens weigh nothing from the start."""
+SMALL_RATIO = 0.1
 TINY = 2.0**-100
 """Divisor instead of 0: whatever is divided by it is 0 itself."""
 WEIGHTS_PER_LANE = 4
@@ -63,10 +64,16 @@ def seen(ops: Ops, rows: int, first_row: Value, tokens: Value, query_rows: Value
 
 
 def capped(ops: Ops, score: Value, cap: Value) -> Value:
-    """cap · tanh(score / cap), and from then on in units of log2."""
+    """cap · tanh(score / cap), and from then on in units of log2.
+
+    1 − 2 / (1 + exp(2r)) cancels for small r, where three terms of the series are exact to 6e-8.
+    """
     ratio = ops.fmul(score, ops.reciprocal(cap))
     power = ops.exp2(ops.fmul(ratio, ops.f32(2 * math.log2(math.e))))
-    tangent = ops.ffma(ops.reciprocal(ops.fadd(power, ops.f32(1.0))), ops.f32(-2.0), ops.f32(1.0))
+    far = ops.ffma(ops.reciprocal(ops.fadd(power, ops.f32(1.0))), ops.f32(-2.0), ops.f32(1.0))
+    square = ops.fmul(ratio, ratio)
+    series = ops.ffma(square, ops.ffma(square, ops.f32(2 / 15), ops.f32(-1 / 3)), ops.f32(1.0))
+    tangent = ops.select_less(ops.fabs(ratio), ops.f32(SMALL_RATIO), ops.fmul(ratio, series), far)
     return ops.fmul(ops.fmul(cap, tangent), ops.f32(math.log2(math.e)))
 
 

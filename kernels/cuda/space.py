@@ -230,7 +230,7 @@ def natural_lanes(layout: Layout, head_dim: int) -> int:
     found = []
     for lanes in ALL_LANES:
         try:
-            tilings = [each for each in key_tilings(layout, head_dim, lanes) if each.vectors.width >= 4]
+            tilings = list(key_tilings(layout, head_dim, lanes))
         except LowbitError:
             continue
         found += [(-tiling.sector_share, lanes) for tiling in tilings[:1]]

@@ -14,7 +14,7 @@ from .contraction import SCALE_BYTES, Contraction, swizzled
 from .control import Control
 from .mapping import LANES, TILE
 from .ops import Ops, Value, step
-from .shared import Shared, Stage
+from .shared import LINES, Shared, Stage
 
 CHUNK = 16
 """Bytes of one copy."""
@@ -125,7 +125,7 @@ class Ring:
         wait, warp_barrier = step(lambda ops: ops.wait(stages - 1), [], None), control.warp_barrier
 
         def begin(sources: Any, first: Any, stop: Any, warps: Any, warp: Any, lane: Any) -> Any:
-            ring = ((warp_base + warps * warp_bytes + 1023) & ~1023) + warp * ring_bytes
+            ring = (warp_base + warps * warp_bytes + LINES - 1) // LINES * LINES + warp * ring_bytes
             for ahead in range(stages - 1):
                 copy(sources, first + ahead * warps, stop, ring + ahead * stage_bytes, lane)
             return ring

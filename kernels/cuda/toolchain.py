@@ -7,6 +7,7 @@ looked at first, because the PTX that they are given comes from the NVVM of the 
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -132,36 +133,60 @@ def versions() -> dict[str, str]:
     CompileError
         If a tool is missing.
     """
-    found = {}
-    for name in PACKAGES:
-        path = find_tool(name)
-        text = _output(path, path.stat().st_mtime_ns, "--version")
-        version = re.search(r"\bV(\d[\d.]*)", text)
-        found[name] = version[1] if version else text.strip().splitlines()[-1]
-    return found
+    return {name: _version_of(find_tool(name)) for name in PACKAGES}
+
+
+def _version_of(path: Path) -> str:
+    text = _output(path, path.stat().st_mtime_ns, "--version")
+    version = re.search(r"\bV(\d[\d.]*)", text)
+    return version[1] if version else (text.strip().splitlines() or ["unknown"])[-1]
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Major and minor number; nothing where there are none."""
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
+
+
+def _too_old(path: Path) -> str:
+    """Why a ptxas cannot read what the installed NVVM writes: it is of an earlier release. Empty if it can."""
+    try:
+        compiler = importlib.metadata.version("nvidia-nvvm")
+        version = _version_of(path)
+    except (importlib.metadata.PackageNotFoundError, CompileError):
+        return ""
+    if not _release(version) or _release(version) >= _release(compiler):
+        return ""
+    return f"{path.name} {version} cannot read the PTX of NVVM {compiler}"
 
 
 def available() -> bool:
-    """Whether both tools are here."""
-    return all(any(_candidates(name)) for name in PACKAGES)
+    """Whether both tools are here and can be used."""
+    try:
+        return all(find_tool(name) for name in PACKAGES)
+    except CompileError:
+        return False
 
 
 def find_tool(name: str) -> Path:
     """The executable ``ptxas`` or ``nvdisasm``.
 
-    Looked for in wheels, then in ``CUDA_HOME`` and ``CUDA_PATH``, then on ``PATH``, then in ``/usr/local/cuda``.
+    Looked for in wheels, then in ``CUDA_HOME`` and ``CUDA_PATH``, then on ``PATH``, then in ``/usr/local/cuda``. A
+    ptxas that is older than the installed NVVM cannot read its PTX and is passed over.
 
     Raises
     ------
     CompileError
         If there is none.
     """
-    found = next(_candidates(name), None)
-    if found is None:
-        raise CompileError(
-            f"no {name}: install the package {PACKAGES[name]}, or point CUDA_HOME at an installed CUDA Toolkit"
-        )
-    return found
+    reason = ""
+    for path in _candidates(name):
+        old = _too_old(path) if name == "ptxas" else ""
+        if not old:
+            return path
+        reason = reason or f" ({old})"
+    raise CompileError(
+        f"no {name}{reason}: install the package {PACKAGES[name]}, or point CUDA_HOME at an installed CUDA Toolkit"
+    )
 
 
 def _candidates(name: str) -> Iterator[Path]:

@@ -91,8 +91,6 @@ def plan(tiling: Tiling, packing: Packing, pipeline: str) -> Unpacking:
     """
     if pipeline == "raw" and (packing.bits != 4 or packing.coding != "offset" or packing.in_order):
         raise Infeasible(f"{packing.name}: the raw pipeline is for 4-bit offset codes whose order is left as it is")
-    if tiling.vectors.width < 4:
-        raise Infeasible(f"{packing.name}: runs of {tiling.vectors.width} bytes are no whole words")
     patterns = [_pattern(tiling, part) for part in _parts(tiling, packing)]
     if all(len(outputs) == 1 for outputs, _ in patterns):
         return _direct(tiling, packing, pipeline)

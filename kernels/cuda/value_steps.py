@@ -71,6 +71,24 @@ class ValueSteps:
             data = [ops.address(tile, each) for each in lane_bytes]
             return values.body(ops, total, data, small, factors, staged, stream)
 
+        def round_pair(ops: Ops, first: Value, mine: Value, lane: Value, given: Sequence[Value]) -> None:
+            """Round the lane's weights of the ``first`` pair of (row, group) or one of the next ones."""
+            lanes = LANES // softmax.PAIRS
+            last = ops.i32(count * c.groups - 1)
+            pair = ops.add(first, ops.shift_right(lane, lanes.bit_length() - 1))
+            pair = ops.select_less(pair, last, pair, last)
+            each = ops.mul(ops.and_(lane, ops.i32(lanes - 1)), ops.i32(softmax.WEIGHTS_PER_LANE))
+            slot = ops.add(ops.mul(pair, ops.i32(TILE)), each)
+            weights, factors = ops.i32(shared.products), ops.i32(shared.products + shared.weights)
+            softmax.round_weights(
+                ops,
+                c,
+                ops.add(mine, ops.mul(slot, ops.i32(4))),
+                ops.add(ops.add(mine, weights), slot),
+                ops.add(ops.add(mine, factors), ops.mul(pair, ops.i32(FACTOR_BYTES))),
+                given,
+            )
+
         def given_weights(ops: Ops, source: Value, token: Value, tokens: Value, live: Value) -> tuple[Value, ...]:
             inside = ops.select_less(token, tokens, token, ops.i32(0))
             found = []
@@ -95,12 +113,6 @@ class ValueSteps:
             [rows, address, "i32"],
             None,
         )
-        self.round_weights = step(
-            lambda ops, products, weights, factors, given: softmax.round_weights(
-                ops, c, products, weights, factors, given
-            ),
-            ["i32", "i32", "i32", thresholds],
-            None,
-        )
+        self.round_pair = step(round_pair, ["i32", "i32", "i32", thresholds], None)
         self.accumulate = step(accumulate, [outputs, address, places, "i32", "i32"], outputs)
         self.given_weights = step(given_weights, ["i64", "i32", "i32", "i32"], rows)

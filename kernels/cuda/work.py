@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from ..candidate import Candidate
 from ..problem import Problem
 from . import marks
-from .contraction import FACTOR_BYTES, SCALE_BYTES, Contraction
+from .contraction import FACTOR_BYTES, SCALE_BYTES, Contraction, small_width, swizzled
 from .key_tile import KeyTile
 from .mapping import LANES, TILE
 from .program import Geometry, Program, build
+from .python_ops import PythonOps
 from .shared import Stage
 from .softmax import PAIRS
 from .staging import CHUNK
@@ -168,8 +169,8 @@ def _vectors(name: str, width: int, patterns: Iterable[tuple[int, ...]], mark: i
     """Loads of vectors from global memory, or from a stage whose chunks are swizzled."""
     if not staged:
         return _grouped(name, "global", "load", width, patterns, mark)
-    swizzled = (tuple(place ^ (place >> 7 & 7) << 4 for place in pattern) for pattern in patterns)
-    return _grouped(name, "shared", "load", width, swizzled, mark)
+    moved = (tuple(swizzled(PythonOps(), place) for place in pattern) for pattern in patterns)
+    return _grouped(name, "shared", "load", width, moved, mark)
 
 
 def _key_accesses(keys: KeyTile, mark: int, staged: bool) -> list[WarpAccess]:
@@ -237,11 +238,7 @@ def _grouped(
 
 def _small_reads(row_bytes: int, c: Contraction, bundles: int) -> tuple[int, int]:
     """Width and number of the loads of one row of the small operand; see `contraction.SmallReader`."""
-    if c.tiling.lanes_r > 1:
-        words = c.bundle_bytes // 4
-        size = next(n for n in (4, 2, 1) if words % n == 0)
-        return 4 * size, bundles * words // size
-    size = next(n for n in (16, 8, 4) if row_bytes % n == 0)
+    size = small_width(c, row_bytes)
     return size, -(-bundles * c.bundle_bytes // size)
 
 

@@ -26,7 +26,7 @@ from lowbit.kernels.problem import Problem
 
 LISTINGS = Path(__file__).with_name("listings")
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_120")
-TILE, K_STEP, SUB, WEIGHTS, V_STEP, PROLOGUE = 1, 2, 3, 4, 5, 6
+TILE, K_STEP, WEIGHTS, PROLOGUE = 1, 2, 4, 6
 
 needs_tools = pytest.mark.skipif(not toolchain.available(), reason="needs ptxas and nvdisasm")
 
@@ -126,7 +126,7 @@ def test_codes_as_halves() -> None:
     }  # fmt: skip
     # The conversion of a scale is no unpacking, though it lies between a load and a product.
     assert loop.unpacking == {"LOP3.LUT": 1, "HADD2": 1}
-    assert loop.mark == V_STEP
+    assert loop.mark == K_STEP
 
 
 def test_asynchronous_copies() -> None:
@@ -153,7 +153,7 @@ def test_guarded_loads_and_a_predicated_tail() -> None:
         "predicate": 3, "address": 1, "branch": 4, "other": 3,
     }  # fmt: skip
     assert loop.unpacking == {"PRMT": 3, "SHF.R.U32.HI": 1, "SGXT.U32": 1, "IADD": 2, "I2FP.F32.S32": 1}
-    assert (loop.mark, loop.marks) == (SUB, 1)
+    assert (loop.mark, loop.marks) == (K_STEP, 1)
 
 
 NEST = """
@@ -193,8 +193,8 @@ REST:
 PLAIN:
     ex2.approx.f32 %r5, %r5;
     @%p2 bra PLAIN;
-    pmevent 5;
-    pmevent 5;
+    pmevent 4;
+    pmevent 4;
     dp4a.u32.u32 %r4, %r5, %r5, %r4;
     dp4a.u32.u32 %r4, %r5, %r5, %r4;
     @%p3 bra TILES;
@@ -211,7 +211,7 @@ def test_marks_tell_loops_apart() -> None:
     assert nonzero(outside) == {"other": 1, "global_store": 1, "branch": 1}
     # The loop without a mark counts once in the loop around it, the dissolved one with both its passes.
     assert nonzero(tiles) == {"integer": 1, "special": 1, "dot": 2, "branch": 2}
-    assert tiles.passes == {TILE: 1, V_STEP: 2}
+    assert tiles.passes == {TILE: 1, WEIGHTS: 2}
     assert nonzero(main) == {"global_load": 3, "logic": 3, "dot": 3, "branch": 1}
     assert nonzero(rest) == {"global_load": 1, "logic": 1, "dot": 1, "branch": 1}
     assert (outside.unpacking, main.unpacking, rest.unpacking) == ({}, {"and.b32": 3}, {"and.b32": 1})
@@ -220,7 +220,7 @@ def test_marks_tell_loops_apart() -> None:
 def test_what_a_launch_executes() -> None:
     found = count_kernel(code(NEST, "nest", "ptx"))
     # 10 warps walk 40 tiles of 30 steps: 400 iterations of the unrolled loop make the 1200 passes, its remainder none.
-    iterations = {TILE: 40.0, K_STEP: 1200.0, V_STEP: 80.0, PROLOGUE: 10.0}
+    iterations = {TILE: 40.0, K_STEP: 1200.0, WEIGHTS: 80.0, PROLOGUE: 10.0}
     executed = found.executed(iterations, warps=10.0)
     assert executed["global_load"] == executed["logic"] == 1200.0
     assert executed["dot"] == 1200.0 + 80.0

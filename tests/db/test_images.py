@@ -6,6 +6,7 @@ import hashlib
 import json
 import sqlite3
 import zlib
+from contextlib import closing
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
@@ -213,3 +214,18 @@ def test_the_view_tells_what_is_shipped(path: Path) -> None:
     assert [row[:5] for row in rows] == [(512, 0, "main", "sm_86", 128), (512, 1, "merge", "sm_86", 128)]
     assert json.loads(rows[0][5]) == [2, {"base": 0, "times": 1, "per": 128}, 1]
     assert zlib.decompress(stored) == b".entry main()"
+
+
+def test_a_winner_whose_kernels_are_missing_is_damaged(path: Path) -> None:
+    with Store.open(path) as store:
+        store.put_winner(winner())
+        store.put_shipped(winner(), SHIPPED, (image(), image("merge")))
+    for damage in ("DELETE FROM kernels WHERE symbol = 'merge'", "UPDATE kernels SET toolchain_id = -1"):
+        copy = path.with_name("damaged.db")
+        copy.write_bytes(path.read_bytes())
+        with closing(sqlite3.connect(copy)) as connection:
+            connection.execute("PRAGMA foreign_keys = OFF")
+            connection.execute(damage)
+            connection.commit()
+        with Store.open(copy, "read") as store, pytest.raises(DatabaseError, match=r"kernels of the winner .* missing"):
+            store.shipped(winner())

@@ -71,7 +71,7 @@ def test_the_very_code_that_ships_is_right(row):
     check(p, replace(candidate, plan=plan), row["tokens"])
 
 
-MASKS = ("q3", "q2 {} window 7", "q2 {} window 40", "q2 {} softcap 2")
+MASKS = ("q3", "q2 {} window 7", "q2 {} window 40", "q2 {} softcap 2", "q2 {} softcap 1e6")
 
 
 @pytest.mark.parametrize("mask", MASKS)

@@ -86,7 +86,7 @@ def test_loads_are_as_wide_as_the_run_of_a_token_allows():
 
 
 def test_layouts_that_lanes_cannot_share_say_why():
-    with pytest.raises(Infeasible, match="2 tokens share a vector, 1 lanes"):
+    with pytest.raises(Infeasible, match="8 tokens share a vector, 1 lanes"):
         list(key_tilings(Layout.parse("T/32 D t32 | int4/contiguous/offset"), 128, 1))
     with pytest.raises(Infeasible, match="no run of storage rows"):
         list(key_tilings(Layout.parse("D T | int8/bytes/signed"), 128, 1))

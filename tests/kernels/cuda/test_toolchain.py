@@ -190,3 +190,18 @@ def test_a_tool_that_hangs_or_crashes_is_an_error(
     (folder / "nvdisasm").write_bytes(b"\x00not a program")
     with pytest.raises(CompileError, match="nvdisasm cannot be run"):
         toolchain.disassemble(b"", "sm_86")
+
+
+def test_a_ptxas_older_than_the_compiler_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, fit, mute = (tmp_path / name / "ptxas" for name in ("old", "fit", "mute"))
+    for path, says in ((old, "release 13.0, V13.0.88"), (fit, "release 13.5, V13.5.1"), (mute, "")):
+        path.parent.mkdir()
+        script(path, f"echo '{says}'" if says else "exit 0")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "13.5.37")
+    monkeypatch.setattr(toolchain, "_folders", lambda name: iter([old.parent, fit.parent]))
+    assert toolchain.find_tool("ptxas") == fit
+    monkeypatch.setattr(toolchain, "_folders", lambda name: iter([old.parent]))
+    with pytest.raises(CompileError, match=r"no ptxas \(ptxas 13.0.88 cannot read the PTX of NVVM 13.5.37\): install"):
+        toolchain.find_tool("ptxas")
+    monkeypatch.setattr(toolchain, "_folders", lambda name: iter([mute.parent]))
+    assert toolchain.find_tool("ptxas") == mute  # ptxas itself says what is wrong with it

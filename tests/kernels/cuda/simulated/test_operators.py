@@ -152,7 +152,7 @@ def test_passes_of_rows(rows):
 
 
 MASKS = ("q3", "q5", "q2 {} window 1", "q2 {} window 7", "q1 {} window 40", "q4 {} window 33", "q2 {} softcap 2")
-MASKS += ("q3 {} window 20 softcap 30",)
+MASKS += ("q3 {} window 20 softcap 30", "q2 {} softcap 1e5", "q1 {} softcap 1e30")
 
 
 @pytest.mark.parametrize("mask", MASKS)
