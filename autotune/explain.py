@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from ..kernels.backend import Code, Rejected
-from ..kernels.candidate import RAW, Candidate
+from ..kernels.candidate import RAW, Candidate, Schedule
 from ..kernels.errors import NoWinnerError
 from ..kernels.packing import Packing, packings
 from ..kernels.problem import Problem
@@ -163,6 +163,8 @@ class Explanation:
     choice : Priced
     runner_up : Priced or None
         The best candidate with other layouts or another pipeline.
+    faster : Priced or None
+        What is predicted to be clearly faster than the stored winner, if that was tuned at another length.
     terms_us : dict
         What the prediction of the choice adds up from, in microseconds; empty without one.
     packings : tuple of PackingCost
@@ -183,6 +185,7 @@ class Explanation:
     winner: Winner | None
     choice: Priced
     runner_up: Priced | None
+    faster: Priced | None
     terms_us: Mapping[str, float]
     packings: tuple[PackingCost, ...]
     codes: tuple[Code, ...]
@@ -194,6 +197,11 @@ class Explanation:
     def provenance(self) -> str:
         """``measured``, ``verified`` or ``predicted``: how the choice was made."""
         return "predicted" if self.winner is None else self.winner.provenance
+
+    @property
+    def threads(self) -> int | None:
+        """Threads of a decode step; None where launches have none, as a GPU's."""
+        return self.target.threads if isinstance(self.choice.candidate.plan, Schedule) else None
 
     @property
     def unpack_ops_per_32(self) -> dict[str, float]:
@@ -211,7 +219,7 @@ class Explanation:
         return {
             "problem": self.problem.key,
             "tokens": self.tokens,
-            "threads": self.target.threads,
+            "threads": self.threads,
             "device": self.target.fingerprint,
             "isa": self.target.backend.target(),
             "provenance": self.provenance,
@@ -279,13 +287,15 @@ def explain(
     shape = (choice.candidate.layout, choice.candidate.pipeline)
     others = [each for each in priced.values() if (each.candidate.layout, each.candidate.pipeline) != shape]
     timed = [each for each in others if each.median_us is not None and choice.median_us is not None]
+    winner = knowledge.winner if choice.candidate == chosen else None
     return Explanation(
         problem,
         tokens,
         target,
-        knowledge.winner if choice.candidate == chosen else None,
+        winner,
         choice,
         min(timed, key=_measured_rank) if timed else min(others, key=_predicted_rank, default=None),
+        None if winner is None or winner.tokens == tokens else _clearly_faster(priced.values(), choice),
         {} if knowledge.prices is None else knowledge.prices.terms_us(choice.features),
         tuple(packing_costs(problem, list(priced.values()), rejected)),
         tuple(target.backend.code(problem, choice.candidate)),
@@ -316,6 +326,16 @@ def _price(
         )
         for (name, each), time_us in zip(features.items(), predicted, strict=True)
     }
+
+
+def _clearly_faster(priced: Iterable[Priced], choice: Priced) -> Priced | None:
+    """The lowest prediction, if that of ``choice`` is no tie with it; None where nothing is predicted."""
+    from ..search.strategy import PREDICTED_TIE
+
+    best = min(priced, key=_predicted_rank)
+    if not best.predicted_us or choice.predicted_us is None:
+        return None
+    return best if choice.predicted_us > best.predicted_us * (1 + PREDICTED_TIE) else None
 
 
 def _predicted_rank(priced: Priced) -> tuple[float, float, str]:

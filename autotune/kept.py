@@ -22,16 +22,22 @@ class KeptTiles:
     Parameters
     ----------
     path : Path or None
-        An existing database; None keeps nothing.
+        A database, or where one is to be made; None keeps nothing.
+
+    Attributes
+    ----------
+    lost : str
+        Why something that was counted is not kept; empty if everything is, or nothing had to be counted.
 
     Raises
     ------
     DatabaseError
-        From `tiles`, if ``path`` is missing or refused.
+        From `tiles`, if ``path`` is refused, or its directory is missing.
     """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
+        self.lost = ""
         self._writer: Store | None = None
         self._open = ExitStack()
 
@@ -47,7 +53,7 @@ class KeptTiles:
         """What was counted, by symbol."""
         from ..db.store import Store
 
-        if self._path is None:
+        if self._path is None or is_new(self._path):
             return {}
         with Store.open(self._path, "read") as store:
             return store.tiles(toolchain, symbols)
@@ -57,10 +63,16 @@ class KeptTiles:
         from ..db.store import Store
 
         if self._path is None:
+            self.lost = self.lost or "name a database with --db"
             return
         try:
             if self._writer is None:
                 self._writer = self._open.enter_context(Store.open(self._path))
             self._writer.put_tiles(toolchain, tiles)
-        except DatabaseError:
-            self._path = None
+        except DatabaseError as error:
+            self._path, self.lost = None, str(error)
+
+
+def is_new(path: Path) -> bool:
+    """Whether there is nothing at ``path`` yet, but a directory for it."""
+    return not path.exists() and path.parent.is_dir()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .. import options
-from ..output import microseconds, percent, print_facts, print_json, print_table
+from ..output import microseconds, percent, print_facts, print_json, print_table, times
 from ..progress import progress_on
 
 DEFAULT_TOKENS = 4096
@@ -62,8 +62,9 @@ def explain(
 
     Shows what its prediction adds up from, its measured time and the runner-up's, and for each packing the unpacking
     instructions per 32 values in the assembly of its best integer kernel. Of a model with several shapes the first is
-    meant. What was counted in assembly is kept in the database if there is one that can be written, and nothing else is
-    changed there; a CPU that was not calibrated is calibrated roughly for this one answer. A GPU need not be here.
+    meant. What was counted in assembly is kept in the database if there is one that can be written, or in a new one
+    where --db says, and nothing else is changed there; a CPU that was not calibrated is calibrated roughly for this one
+    answer. A GPU need not be here.
 
     \b
     Example:
@@ -79,12 +80,14 @@ def explain(
     from ...search.crew import Crew
     from ...search.messages import Setup
     from ...search.tiles import TileCounter
-    from ..kept import KeptTiles
+    from ..kept import KeptTiles, is_new
 
     # What is imported stays until the end: looking it through for garbage again and again costs a fifth of the answer.
     gc.freeze()
     path = database or options.default_database()
     known = path if database is not None or path.exists() else None
+    if known is not None and is_new(known):
+        click.echo(f"{known} is made, for what is counted", err=True)
     setup = Setup(target.name, plugins, search_path=tuple(sys.path), isa=target.isa)
     with progress_on(sys.stderr) as progress, Crew(setup, target.workers) as crew, KeptTiles(known) as kept:
         knowledge = _knowledge(target, problem, length, protocol, known, progress.update)
@@ -92,6 +95,9 @@ def explain(
         answer = gather(problem, length, target, counter, knowledge, protocol, progress.update)
     if knowledge.stale is not None:
         click.echo(f"not considered, tuned with another toolchain: {knowledge.stale.candidate}", err=True)
+    _hint(answer)
+    if kept.lost:
+        click.echo(f"what was counted is not kept: {kept.lost}", err=True)
     if as_json:
         code = {"code": [asdict(each) for each in answer.codes]} if show_code else {}
         print_json({**answer.as_dict(), **code})
@@ -109,12 +115,13 @@ def _knowledge(
 ) -> Knowledge:
     """What the database knows, completed by a rough calibration; nothing for another instruction set."""
     from ..explain import Knowledge
+    from ..kept import is_new
 
     prices = target.known_prices(None)
     if prices is None and not target.present:
         return Knowledge()
     known = Knowledge(prices)
-    if database is not None:
+    if database is not None and not is_new(database):
         known = Knowledge.read(database, target, problem, tokens, target.protocol(protocol))
     if known.prices is None:
         rough = target.rough_prices(lambda why: report("calibrating roughly", 0, None, why))
@@ -122,13 +129,26 @@ def _knowledge(
     return known
 
 
+def _hint(answer: Explanation) -> None:
+    """Tell on stderr if the stored winner, tuned at another length, is predicted to be slow at this one."""
+    if answer.winner is None or answer.faster is None:
+        return
+    ratio = (answer.choice.predicted_us or 0.0) / (answer.faster.predicted_us or 1.0)
+    click.echo(
+        f"the stored winner was tuned at {answer.winner.tokens} {answer.problem.length_name}; "
+        f"{answer.faster.candidate} is predicted {times(ratio)} faster at {answer.tokens}: tune that length",
+        err=True,
+    )
+
+
 def _print(answer: Explanation) -> None:
+    threads = {} if answer.threads is None else {"threads": answer.threads}
     print_facts(
         f"{answer.problem.key} at {answer.tokens} {answer.problem.length_name}",
         {
             "device": answer.target.fingerprint,
             "instruction set": answer.target.backend.target(),
-            "threads": answer.target.threads,
+            **threads,
             "provenance": answer.provenance,
             f"tuned at {answer.problem.length_name}": "" if answer.winner is None else answer.winner.tokens,
         },

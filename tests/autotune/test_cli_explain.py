@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from lowbit.costmodel.device import detect
 from lowbit.costmodel.lep import Coefficients
 from lowbit.db.records import Measurement, Winner
 from lowbit.db.store import Store
+from lowbit.kernels.candidate import Candidate
 from lowbit.kernels.errors import DatabaseError
 from lowbit.kernels.packing import packings
+from lowbit.search.features import Features
 from lowbit.search.messages import Count, Counted, Request, Setup
 from lowbit.search.tiles import TileCounter
 from lowbit.search.worker import Workbench
@@ -156,6 +159,44 @@ def test_a_stored_winner_is_the_choice_and_the_fastest_measured_one_the_runner_u
     assert (explained.runner_up.candidate, explained.runner_up.median_us) == (second, 6.0)
 
 
+def elsewhere(chosen: Candidate, tokens: int) -> Winner:
+    return Winner(
+        device="silicon", problem=PROBLEM.key, tokens=tokens, tokens_from=1, tokens_to=None, candidate=chosen.name,
+        provenance="predicted", predicted_us=5.0, toolchain="by hand 1",
+    )  # fmt: skip
+
+
+def test_a_winner_of_another_length_that_is_predicted_to_be_slow_here_is_told() -> None:
+    slow = candidate("int4/contiguous/signed", 2)
+    # Memory takes a little time here, so that no prediction is 0.
+    known = Knowledge(prices(first_gbps=10.5), {}, elsewhere(slow, TOKENS // 2))
+    explained = answer(known, "cold")
+    assert explained.choice.candidate == slow
+    # The float pipeline does not shift at all: nothing is faster.
+    assert explained.faster.candidate.pipeline == "float"
+    assert explained.faster.predicted_us == pytest.approx(explained.terms_us["memory"])
+    # At its own length the winner was chosen knowingly.
+    assert answer(replace(known, winner=elsewhere(slow, TOKENS)), "cold").faster is None
+    # The fastest is not beaten, and nothing is predicted without prices.
+    fastest = candidate("int4/contiguous/signed", 4, "float")
+    assert answer(replace(known, winner=elsewhere(fastest, TOKENS // 2)), "cold").faster is None
+    assert answer(replace(known, prices=None), "cold").faster is None
+
+
+@pytest.mark.parametrize(("share", "clear"), [(1.02, False), (1.04, True)])
+def test_a_prediction_that_ties_with_the_winners_is_not_told(
+    share: float, clear: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = candidate("int4/contiguous/signed", 2)
+
+    def predict_us(self: CpuPrices, features: Sequence[Features]) -> list[float]:
+        most = max(each.unpack_ops_per_32 for each in features)
+        return [10.0 * (share if each.unpack_ops_per_32 == most else 1.0) for each in features]
+
+    monkeypatch.setattr(CpuPrices, "predict_us", predict_us)
+    assert (answer(Knowledge(prices(), {}, elsewhere(slow, 2 * TOKENS))).faster is not None) == clear
+
+
 @pytest.fixture
 def by_hand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A database with a calibration and a winner of this device; the command counts in this process."""
@@ -180,11 +221,17 @@ ARGUMENTS = (
 )
 
 
-def run(path: Path, *more: str) -> Any:
-    args = ["explain", *ARGUMENTS, "--tokens", str(TOKENS), "--threads", "1", "--db", str(path), *more]
+def run(path: Path | None, *more: str) -> Any:
+    database = () if path is None else ("--db", str(path))
+    args = ["explain", *ARGUMENTS, "--tokens", str(TOKENS), "--threads", "1", *database, *more]
     result = CliRunner().invoke(autotune, args)
     assert result.exit_code == 0, result.output
     return result
+
+
+def told(result: Any) -> list[str]:
+    """What stderr says besides how far the work is."""
+    return [line for line in result.stderr.splitlines() if not line.startswith(("enumerating", "counting"))]
 
 
 def test_json_is_one_object(by_hand: Path) -> None:
@@ -192,7 +239,7 @@ def test_json_is_one_object(by_hand: Path) -> None:
     assert explained["unpack_ops_per_32"] == {"contiguous": 3.0, "planes": 1.0}
     assert (explained["problem"], explained["tokens"], explained["isa"]) == (PROBLEM.key, TOKENS, "by_hand")
     assert explained["provenance"] == "verified"
-    assert explained["winner"]["tokens"] == 128
+    assert (explained["winner"]["tokens"], explained["threads"]) == (128, 1)
     assert explained["choice"]["layout"] == "K: T D | int4/planes/signed"
     assert explained["choice"]["predicted_us"] == pytest.approx(sum(explained["choice"]["terms_us"].values()))
     assert explained["runner_up"]["pipeline"] == "float"
@@ -220,9 +267,46 @@ def test_a_database_that_cannot_be_written_is_only_read(by_hand: Path, monkeypat
 
     before = by_hand.read_bytes()
     monkeypatch.setattr("lowbit.db.session.open_for_tuning", refuses)
-    explained = json.loads(run(by_hand, "--json").stdout)
-    assert explained["provenance"] == "verified"
+    result = run(by_hand, "--json")
+    assert json.loads(result.stdout)["provenance"] == "verified"
     assert by_hand.read_bytes() == before
+    assert told(result) == [f"what was counted is not kept: {by_hand} cannot be written"]
+
+
+@pytest.fixture
+def nowhere(by_hand: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Nothing is calibrated, and there is no default database; a path where there is none yet."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.setattr(CpuTarget, "rough_prices", lambda self, report: prices())
+    return tmp_path / "new.db"
+
+
+def test_without_a_database_counts_are_not_kept_and_that_is_said(nowhere: Path) -> None:
+    result = run(None, "--json")
+    assert told(result) == ["what was counted is not kept: name a database with --db"]
+    assert json.loads(result.stdout)["provenance"] == "predicted"
+
+
+def test_nothing_is_said_where_nothing_had_to_be_counted() -> None:
+    with KeptTiles(None) as kept:
+        assert kept.tiles(TOOLCHAIN, ["a"]) == {}
+    assert kept.lost == ""
+
+
+def test_a_database_that_is_not_there_is_made_for_counts(nowhere: Path) -> None:
+    first, again = run(nowhere, "--json"), run(nowhere, "--json")
+    assert (told(first), told(again)) == ([f"{nowhere} is made, for what is counted"], [])
+    assert first.stdout == again.stdout
+    with Store.open(nowhere, "read") as store:
+        counts = store.info()["counts"]
+    assert {name: number for name, number in counts.items() if number} == {"tiles": 9}
+
+
+def test_a_database_in_a_directory_that_is_not_there_is_refused(nowhere: Path) -> None:
+    path = nowhere.parent / "mistyped" / "t.db"
+    result = CliRunner().invoke(autotune, ["explain", *ARGUMENTS, "--db", str(path)])
+    assert result.exit_code == DatabaseError.exit_status
+    assert not path.parent.exists()
 
 
 def test_the_command_counts_in_workers(by_hand: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,6 +328,21 @@ def test_a_winner_of_another_toolchain_is_named_but_not_considered(
     assert (explained["provenance"], explained["winner"]) == ("predicted", None)
 
 
+def test_people_are_told_to_tune_the_length_that_they_ask_about(by_hand: Path) -> None:
+    with Store.open(by_hand) as store:
+        slower = coefficients(first_gbps=10.5).as_dict()
+        store.put_calibration(detect().fingerprint, 1, {"extended": slower}, "by hand 1")
+    result = run(by_hand, "--json")
+    explained = json.loads(result.stdout)
+    ratio = explained["choice"]["predicted_us"] / explained["runner_up"]["predicted_us"]
+    fastest = candidate("int4/contiguous/signed", 4, "float")
+    assert ratio > 1.03
+    assert told(result) == [
+        f"the stored winner was tuned at 128 tokens; {fastest} is predicted {ratio:.2f}× faster at {TOKENS}: "
+        "tune that length"
+    ]
+
+
 def test_json_with_code_holds_ir_and_assembly(by_hand: Path) -> None:
     (code,) = json.loads(run(by_hand, "--json", "--code").stdout)["code"]
     assert code["assembly"] == assembly("int4_planes_signed_integer_2", SHIFTS["int4/planes/signed"] + 1)
@@ -252,7 +351,15 @@ def test_json_with_code_holds_ir_and_assembly(by_hand: Path) -> None:
 
 def test_people_see_the_counts_and_the_code_on_request(by_hand: Path) -> None:
     shown = run(by_hand).stdout
-    for words in ("int4/planes/offset", "1.00", "2 vpsrlw", "lane_interleaved does not fit", "verified", "shift"):
+    for words in (
+        "int4/planes/offset",
+        "1.00",
+        "2 vpsrlw",
+        "lane_interleaved does not fit",
+        "verified",
+        "shift",
+        "threads",
+    ):
         assert words in shown
     assert "vpdpbusd" not in shown
     assert assembly("int4_planes_signed_integer_2", SHIFTS["int4/planes/signed"] + 1) in run(by_hand, "--code").stdout
@@ -262,3 +369,13 @@ def test_another_instruction_set_is_named_or_refused() -> None:
     result = CliRunner().invoke(autotune, ["explain", *ARGUMENTS, "--device", "cpu", "--isa", "mmx"])
     assert result.exit_code == 3
     assert "mmx" in result.stderr
+
+
+def test_a_gpus_kernel_has_no_threads_of_the_host(nowhere: Path) -> None:
+    arguments = ("--device", "fake_gpu:FakeGpu", "--heads", "8", "--kv-heads", "2", "--head-dim", "64")
+    asked = ["explain", *arguments, "--precision", "w4a8", "--tokens", "256", "--db", str(nowhere)]
+    shown = CliRunner().invoke(autotune, asked)
+    (facts, *_) = shown.stdout.partition("Candidates")
+    assert "provenance" in facts and "threads" not in facts
+    explained = json.loads(CliRunner().invoke(autotune, [*asked, "--json"]).stdout)
+    assert explained["threads"] is None
