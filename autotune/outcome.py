@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from ..db.records import Measurement
 from ..kernels.problem import USER, Problem
 from ..search.strategy import Choice
+from ..search.tiles import OUT_OF_TIME
 from .phases import Phases
 
 FAULTS = ("wrong", "crashed", "hung", "illegal_instruction")
@@ -187,8 +188,8 @@ class TuneReport:
         Candidates that contention or the budget kept from being measured; a later run measures them.
     noisy : list of str
         What could not be decided because of contention, and was predicted.
-    undecided : list of str
-        What has no winner: the time was up before anything of it was predicted or measured.
+    undecided : dict of str to str
+        What has no winner, for nothing of it was predicted or measured, and the most common reason why.
     phases : list of Phases
         Whether each problem's layout changes with its length, stored winners of earlier runs included.
     """
@@ -206,7 +207,7 @@ class TuneReport:
     tainted: int = 0
     unmeasured: int = 0
     noisy: list[str] = field(default_factory=list)
-    undecided: list[str] = field(default_factory=list)
+    undecided: dict[str, str] = field(default_factory=dict)
     phases: list[Phases] = field(default_factory=list)
 
     @property
@@ -226,6 +227,15 @@ class TuneReport:
             if place not in self.noisy:
                 found.append(f"{place} ({', '.join(f'{count} {status}' for status, count in counts.most_common())})")
         return found
+
+    @property
+    def without_winner(self) -> str:
+        """What `undecided` holds in one line, each reason once; empty if everything has a winner."""
+        places: dict[str, list[str]] = {}
+        for place, reason in self.undecided.items():
+            places.setdefault(reason, []).append(place)
+        told = "; ".join(f"{reason} ({'; '.join(each)})" for reason, each in places.items())
+        return told + ("; the same command goes on where this one stopped" if OUT_OF_TIME in places else "")
 
     def as_dict(self) -> dict[str, Any]:
         """The object that ``--json`` prints."""

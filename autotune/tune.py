@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -47,7 +48,7 @@ def tune(
     """Find and store the winner of each problem at each context length.
 
     Everything finished is committed at once: after an interrupt, a crash or a ``kill -9`` the same call resumes and
-    measures nothing twice.
+    measures nothing twice. A strategy that does not measure decides each problem as soon as it is ranked.
 
     Parameters
     ----------
@@ -132,6 +133,8 @@ class _Run:
         self.run, self.options, self.progress, self.report = run, options, progress, report
         self.toolchain = target.backend.toolchain()
         self.started = time.monotonic()
+        self.lacking: dict[Problem, str] = {}
+        """Why most of those candidates of a problem that were not predicted were not."""
 
     def tune(self, work: Mapping[Problem, Sequence[int]]) -> None:
         self.store.put_device(self.target.fingerprint, self.target.as_dict())
@@ -140,16 +143,29 @@ class _Run:
         with Crew(setup, size, self.options.deadlines_s) as crew:
             bench = self._bench(crew, setup)
             ranker = Ranker(self.target, prices, bench, self.progress, self.report)
-            ranked = []
+            ranked: list[Ranked] = []
             counted_by = self._counting_deadline()
             for number, (problem, tokens) in enumerate(work.items()):
                 until = None
                 if counted_by is not None:
                     now = time.monotonic()
                     until = now + max(counted_by - now, 0.0) / (len(work) - number)
-                ranked += replace(ranker, until=until).rank(problem, tokens)
-            self._decide(ranked, bench, prices)
+                own = self._rank(replace(ranker, until=until), problem, tokens)
+                if self.strategy.measures:
+                    ranked += own
+                else:
+                    # Nothing is gained by waiting for other problems, and something lost if they are interrupted.
+                    self._decide(own, bench, prices)
+            if self.strategy.measures:
+                self._decide(ranked, bench, prices)
         self._conclude(work)
+
+    def _rank(self, ranker: Ranker, problem: Problem, tokens: Sequence[int]) -> list[Ranked]:
+        before = Counter(self.report.unpredicted)
+        ranked = ranker.rank(problem, tokens)
+        for reason, _ in (self.report.unpredicted - before).most_common(1):
+            self.lacking[problem] = reason
+        return ranked
 
     def _conclude(self, work: Mapping[Problem, Sequence[int]]) -> None:
         """What only all winners together say."""
@@ -270,7 +286,8 @@ class _Run:
             predicted_us = None
             choice = replace(choice, predicted_us=None)
         if measurement is None and predicted_us is None:
-            self.report.undecided.append(f"{each.problem.key}, {each.tokens} {each.problem.length_name}")
+            place = f"{each.problem.key}, {each.tokens} {each.problem.length_name}"
+            self.report.undecided[place] = self.lacking.get(each.problem, "nothing could be predicted")
             return
         decision = Decision(each.problem.key, each.tokens, choice, self._bandwidth_share(each, choice, prices))
         self.report.decisions.append(decision)

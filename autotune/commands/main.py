@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ... import __version__
-from ...kernels.errors import LowbitError
+from ...kernels.errors import LowbitError, NoWinnerError
 from .. import options
 from ..group import EXIT_STATUSES, Commands, refuse_own_options
 from ..output import Result, length_name, print_json, print_phases, print_winners
@@ -145,13 +145,17 @@ def autotune(
 
 
 def require_checked(report: TuneReport) -> None:
-    """Refuse to call a run done whose winners were not checked because what was measured was faulty.
+    """Refuse to call a run done that found no winner, or whose winners were not checked: what ran was faulty.
 
     Raises
     ------
+    NoWinnerError
+        If there is not a single winner, with the reasons.
     LowbitError
-        Naming their problems.
+        Naming the problems whose winners were not checked.
     """
+    if not report.decisions:
+        raise NoWinnerError(f"no winner was found: {report.without_winner}")
     if report.unchecked:
         raise LowbitError(
             "no winner could be checked, for all candidates that ran are faulty: " + "; ".join(report.unchecked)
@@ -159,7 +163,9 @@ def require_checked(report: TuneReport) -> None:
 
 
 def print_report(report: TuneReport) -> None:
-    """Print what was found, and what was not measured."""
+    """Print what was found, and what was not measured; nothing for a run that `require_checked` refuses altogether."""
+    if not report.decisions:
+        return
     results = []
     for decision in report.decisions:
         choice = decision.choice
@@ -189,6 +195,6 @@ def print_report(report: TuneReport) -> None:
             err=True,
         )
     if report.undecided:
-        click.echo(f"no winner, the time was up before anything was predicted: {'; '.join(report.undecided)}", err=True)
+        click.echo(f"no winner: {report.without_winner}", err=True)
     if report.noisy:
         click.echo(f"predicted only, the machine was too busy: {'; '.join(report.noisy)}", err=True)

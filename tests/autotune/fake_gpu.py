@@ -89,3 +89,10 @@ class FakeGpu(CudaBackend):
         program = build(problem, candidate, self.arch)
         cubin = Cubin(b"code", self.arch, 64, 0, 0, 0, 128, 0, 0)
         return tuple(Shipped(each, f"PTX of {each.symbol}", cubin) for each in (program.main, program.merge) if each)
+
+
+class WithoutAssembler(FakeGpu):
+    """Nothing compiles."""
+
+    def code(self, problem: Problem, candidate: Candidate) -> list[KernelCode]:  # type: ignore[override]
+        raise CompileError("ptxas failed")

@@ -243,6 +243,27 @@ def test_winners_that_nobody_checked_because_all_was_wrong_are_an_error(
         assert f"attend h32/8 d64 q1 w8a8, 64 tokens (1 {status})" in line
 
 
+@pytest.mark.parametrize(("winners", "exit_status"), [(2, 0), (1, 0), (0, 6)])
+def test_what_has_no_winner_is_told_and_an_error_only_if_nothing_has_one(
+    monkeypatch: pytest.MonkeyPatch, tuned: Recorder, tmp_path: Path, winners: int, exit_status: int
+) -> None:
+    def partly(*args: Any) -> TuneReport:
+        report = tuned(*args)
+        for decision in report.decisions[winners:]:
+            report.undecided[f"{decision.problem}, {decision.tokens} tokens"] = "ptxas failed"
+        del report.decisions[winners:]
+        return report
+
+    monkeypatch.setattr("lowbit.autotune.tune.tune", partly)
+    result = run("--tokens", "64,512", "--precision", "w8a8", "--db", str(tmp_path / "t.db"))
+    assert result.exit_code == exit_status
+    assert ("Winners" in result.stdout) == (winners > 0)
+    places = [f"attend h32/8 d64 q1 w8a8, {tokens} tokens" for tokens in (64, 512)][winners:]
+    told = [line for line in result.stderr.splitlines() if "winner" in line]
+    start = "no winner: " if winners else "error: no winner was found: "
+    assert told == [f"{start}ptxas failed ({'; '.join(places)})"] * bool(places)
+
+
 @pytest.mark.parametrize("as_json", [[], ["--json"]])
 def test_an_interrupt_says_that_nothing_is_lost(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, as_json: list[str]

@@ -194,11 +194,40 @@ def test_a_prediction_leaves_a_measured_winner_alone(db: Path) -> None:
 def test_what_was_neither_predicted_nor_measured_has_no_winner(db: Path) -> None:
     report = tune([PROBLEM], TOKENS, options(db, budget_s=1e-9))
     assert report.decisions == [] and winners(db) == []
-    assert report.undecided == [f"{PROBLEM.key}, {tokens} tokens" for tokens in TOKENS]
+    late = "not counted within the budget"
+    assert report.undecided == {f"{PROBLEM.key}, {tokens} tokens": late for tokens in TOKENS}
     assert report.as_dict()["rounds"]["undecided"] == report.undecided
+    assert report.without_winner == (
+        f"{late} ({PROBLEM.key}, 40 tokens; {PROBLEM.key}, 90 tokens); the same command goes on where this one stopped"
+    )
     assert measurement_rows(db) == 0
     candidates, _ = fake_space()
     assert report.as_dict()["space"]["unpredicted"] == {"not counted within the budget": len(candidates)}
+
+
+def test_each_problem_without_a_winner_has_its_own_reason(db: Path) -> None:
+    other = replace(PROBLEM, query_rows=2)
+    report = tune([PROBLEM, other], [40], replace(options(db, "lep"), device="fake_backend:Particular"))
+    assert [decision.problem for decision in report.decisions] == [PROBLEM.key]
+    # Four candidates are too wide, and three lack an instruction.
+    assert report.undecided == {f"{other.key}, 40 tokens": "too wide"}
+    assert report.without_winner == f"too wide ({other.key}, 40 tokens)"
+
+
+def test_a_strategy_that_does_not_measure_decides_each_problem_at_once(db: Path) -> None:
+    other = replace(PROBLEM, query_rows=2)
+
+    def interrupt(phase: str, done: int, message: str) -> None:
+        if message == other.key:
+            raise KeyboardInterrupt
+
+    recorder = Recorder()
+    recorder.update = lambda phase, done, total, message: interrupt(phase, done, message)  # type: ignore[method-assign]
+    with pytest.raises(TuneInterrupted) as caught:
+        tune([PROBLEM, other], TOKENS, options(db, "lep"), recorder)
+    assert [(each.problem, each.tokens) for each in caught.value.report.decisions] == [(PROBLEM.key, n) for n in TOKENS]
+    stored = [(w.problem, w.tokens, w.tokens_from, w.tokens_to) for w in winners(db)]
+    assert stored == [(PROBLEM.key, 40, 1, 60), (PROBLEM.key, 90, 61, None)]
 
 
 def test_what_is_counted_is_ranked_before_what_the_budget_left_out(db: Path) -> None:

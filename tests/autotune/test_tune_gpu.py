@@ -235,6 +235,34 @@ def test_nothing_is_begun_where_nothing_can_be_compiled(
     assert not path.exists()
 
 
+@pytest.mark.parametrize("as_json", [[], ["--json"]])
+@pytest.mark.parametrize(
+    ("device", "budget", "why"),
+    [
+        ("fake_gpu:WithoutAssembler", [], f"ptxas failed ({PROBLEM.key}, 256 tokens; {PROBLEM.key}, 512 tokens)"),
+        (
+            DEVICE,
+            ["--budget", "0.000001"],
+            f"not counted within the budget ({PROBLEM.key}, 256 tokens; {PROBLEM.key}, 512 tokens); "
+            "the same command goes on where this one stopped",
+        ),
+    ],
+)
+def test_a_run_without_a_single_winner_says_why_and_fails(
+    tmp_path: Path, device: str, budget: list[str], why: str, as_json: list[str]
+) -> None:
+    arguments = ["--device", device, *SHAPE, "--tokens", "256,512", *budget, *as_json, "--db", str(tmp_path / "t.db")]
+    result = CliRunner().invoke(autotune, arguments)
+    assert result.exit_code == 6
+    assert [line for line in result.stderr.splitlines() if "winner" in line] == [f"error: no winner was found: {why}"]
+    if as_json:
+        assert set(json.loads(result.stdout)["rounds"]["undecided"]) == {
+            f"{PROBLEM.key}, {n} tokens" for n in (256, 512)
+        }
+    else:
+        assert result.stdout == ""
+
+
 def test_the_command_says_which_board_it_takes_and_why_layouts_stay(tmp_path: Path) -> None:
     path = str(tmp_path / "t.db")
     result = run("--device", DEVICE, *SHAPE, "--tokens", "256,16384", "--db", path)

@@ -149,3 +149,12 @@ class AllWrong(FakeBackend):
 
     def baseline(self, problem: Problem, threads: int) -> Candidate:
         return candidate(60, WRONG)
+
+
+class Particular(FakeBackend):
+    """Compiles nothing for several query rows."""
+
+    def tiles(self, problem: Problem, candidate: Candidate) -> tuple[str, ...]:
+        if problem.query_rows > 1:
+            raise CompileError("no such instruction" if candidate.schedule.prefetch else "too wide")
+        return super().tiles(problem, candidate)
