@@ -12,6 +12,7 @@ from math import log2
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..db.described import GPU, isa_of, short_names
 from ..db.records import Winner
 from ..db.store import Store
 from ..kernels.backend import Backend, Kernel, backend_named
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
     from ..costmodel.device import Device
 
 
-_GPU = "sm_"
-"""Begins the name of a GPU's architecture, and its fingerprint."""
+SHIPPED_CODE = "lowbit.runtime.cuda_kernel.load_kernel"
+"""What runs a GPU's winners without compiling them."""
 
 
 class FallbackWarning(UserWarning):
@@ -144,14 +145,11 @@ class Database:
 
     def _isa(self, device: str) -> str:
         """Instruction set, or architecture, of a device; a stranger that is no GPU is taken to be like this machine."""
-        known = self._devices.get(device, {}).get("isa")
-        if known:
-            return str(known)
-        return device.partition("-")[0] if device.startswith(_GPU) else self._machine.isa
+        return isa_of(device, self._devices.get(device, {})) or self._machine.isa
 
     def _require_here(self, device: str) -> None:
         arch = self._isa(device)
-        if not arch.startswith(_GPU):
+        if not arch.startswith(GPU):
             return
         from ..kernels.cuda.gpus import gpus_here
 
@@ -165,7 +163,7 @@ class Database:
         if problem.operator.startswith(USER):
             return problem.operator
         isa = self._isa(device)
-        return isa if isa.startswith(_GPU) else self._backend_name
+        return isa if isa.startswith(GPU) else self._backend_name
 
     def _backend_for(self, problem: Problem, device: str) -> Backend:
         name = self._compiles(problem, device)
@@ -197,7 +195,7 @@ class Database:
     @cached_property
     def _fingerprint(self) -> str:
         """This machine's device that the backend compiles for."""
-        if not self._backend_name.startswith(_GPU):
+        if not self._backend_name.startswith(GPU):
             return self._machine.fingerprint
         from ..costmodel.gpu_here import chosen_gpu
 
@@ -266,7 +264,8 @@ class Database:
     def _reason(self, problem: Problem, choice: Choice, device: str) -> str:
         winner = choice.winner
         if winner is None:
-            return f"{self.path} has nothing that fits; using the untuned baseline, {choice.candidate}"
+            used = f"{self.path} has nothing that fits; using the untuned baseline, {choice.candidate}"
+            return "; ".join([used, *self._elsewhere(problem, device)])
         because = {"exact": "", "nearest": "no winner for this length; "}
         missing = "no winner for this problem here; "
         where = f"tuned at {winner.tokens} {problem.length_name}"
@@ -277,6 +276,16 @@ class Database:
         if choice.stale:
             where += f" with another toolchain ({winner.toolchain}, here {self._toolchain(problem, device)})"
         return f"{because.get(choice.how, missing)}using {choice.candidate}, {where}"
+
+    def _elsewhere(self, problem: Problem, device: str) -> Iterator[str]:
+        """For which devices of other kinds there are winners, and what runs a GPU's."""
+        isa, names = self._isa(device), short_names(self._devices)
+        stored = dict.fromkeys(winner.device for winner in self.winners if winner.problem == problem.key)
+        kinds = {each: isa_of(each, self._devices.get(each, {})) for each in stored if each != device}
+        for gpus, run in ((True, f", which {SHIPPED_CODE} runs"), (False, "")):
+            others = [each for each, kind in kinds.items() if kind != isa and kind.startswith(GPU) == gpus]
+            if others:
+                yield f"it has winners for {', '.join(names.get(each, each) for each in others)}{run}"
 
 
 def open_db(path: str | Path, backend: str = "cpu") -> Database:

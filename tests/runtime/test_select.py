@@ -381,3 +381,51 @@ def test_a_database_for_gpus_needs_one_or_a_device(
     )  # fmt: skip
     monkeypatch.setattr("lowbit.costmodel.gpu_here.gpus_here", lambda: [described])
     assert open_db(tmp_path / "t.db", "sm_86").choose(PROBLEM, 512).candidate == launch(4)
+
+
+def warned(db: Database, problem: Problem = PROBLEM, **more: Any) -> str:
+    with pytest.warns(FallbackWarning) as caught:
+        db.select(problem, 512, **more)
+    (only,) = caught
+    return str(only.message)
+
+
+BOARDS = {
+    GPU: {"description": "RTX 3090 (sm_86), 82 multiprocessors at 1695 MHz", "isa": "sm_86"},
+    "sm_80-108sm": {"description": "A100-SXM4-80GB (sm_80), 108 multiprocessors at 1410 MHz", "isa": "sm_80"},
+}
+
+
+def test_winners_for_other_kinds_of_device_are_named(tmp_path: Path, backends: dict[str, FakeBackend]) -> None:
+    other = replace(PROBLEM, head_dim=64)
+    with Store.open(tmp_path / "t.db") as store:
+        for fingerprint, description in BOARDS.items():
+            store.put_device(fingerprint, description)
+    fixed: dict[str, Any] = {"toolchain": "g1", "provenance": "predicted", "median_us": None}
+    db = database(
+        tmp_path,
+        *(winner(n, (1, None), launch(4), device=GPU, **fixed) for n in (512, 4096)),
+        winner(512, (1, None), launch(4), device="sm_80-108sm", **fixed),
+        winner(512, (1, None), candidate(1), device="stranger"),
+        winner(512, (1, None), launch(4), device="sm_75-40sm", problem=other.key, **fixed),
+        winner(512, (1, None), candidate(9), device="stranger", problem="qk h4/4 d64 q1 w8a8"),
+    )
+    runs = "which lowbit.runtime.cuda_kernel.load_kernel runs"
+    start = f"{PROBLEM.key} at 512 tokens: {db.path} has nothing that fits; using the untuned baseline, {BASELINE}; "
+    message = warned(db)
+    assert message.startswith(start)
+    named, *rest = message.removeprefix(start).split("; ")
+    assert named == f"it has winners for RTX 3090 (sm_86), A100-SXM4-80GB (sm_80), {runs}"
+    assert rest == ["it has winners for Stranger chip (avx512_vnni)"]
+    # Of a device that nobody described its fingerprint tells the architecture.
+    assert warned(db, other).endswith(f"; it has winners for sm_75-40sm, {runs}")
+    # A problem that nobody tuned for anything.
+    assert "it has" not in warned(db, replace(PROBLEM, head_dim=32))
+
+
+def test_a_gpu_without_winners_is_told_of_those_for_cpus(
+    tmp_path: Path, backends: dict[str, FakeBackend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lowbit.kernels.cuda.gpus.gpus_here", lambda: [SimpleNamespace(arch="sm_86")])
+    db = database(tmp_path, winner(512, (1, None), candidate(2)))
+    assert warned(db, device=GPU).endswith("; it has winners for This chip (avx2)")
