@@ -139,6 +139,8 @@ def default_gpu(arch: str) -> Gpu:
 def gpu_named(name: str, arch: str | None = None) -> Gpu:
     """A board by name, whatever its case, spaces and maker: ``RTX 3090``, ``rtx3090``, ``NVIDIA GeForce RTX 3090``.
 
+    A part that only one board's name has is enough: ``3060``.
+
     Parameters
     ----------
     name : str
@@ -154,7 +156,7 @@ def gpu_named(name: str, arch: str | None = None) -> Gpu:
     """
     if arch is not None:
         check_arch(arch)
-    board = _by_name().get(_plain(name))
+    board = _by_name().get(_plain(name)) or _only_board_with(_plain(name), arch)
     if board is None:
         known = ", ".join(each.name for each in BOARDS if arch in (None, each.arch))
         raise DeviceError(f"unknown GPU {name!r}: choose one of {known}")
@@ -162,6 +164,12 @@ def gpu_named(name: str, arch: str | None = None) -> Gpu:
         known = ", ".join(each.name for each in BOARDS if each.arch == arch)
         raise DeviceError(f"{board.name} is {board.arch}, not {arch}: choose one of {known}")
     return _profile(board)
+
+
+def _only_board_with(part: str, arch: str | None) -> Board | None:
+    """The board of the architecture whose name has ``part``, if it is the only one and the part is not too short."""
+    found = [board for board in BOARDS if arch in (None, board.arch) and part in _plain(board.name)]
+    return found[0] if len(found) == 1 and len(part) > 1 else None
 
 
 def described_gpu(

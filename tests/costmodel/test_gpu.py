@@ -47,6 +47,14 @@ def test_names_are_unambiguous(gpu):
     assert gpu_named(f"NVIDIA {gpu.name.upper()}", gpu.arch) == gpu
 
 
+def test_a_part_of_a_name_is_enough_if_one_board_alone_has_it():
+    assert gpu_named("3060").name == gpu_named("3060", "sm_86").name == "RTX 3060"
+    assert gpu_named("6000 Blackwell").name == "RTX PRO 6000 Blackwell"
+    for ambiguous in ("RTX 3", "RTX", "0"):
+        with pytest.raises(DeviceError, match=f"unknown GPU '{ambiguous}'"):
+            gpu_named(ambiguous)
+
+
 def test_an_unknown_board_is_refused_with_the_list():
     with pytest.raises(DeviceError, match=r"unknown GPU 'RTX 9999'.*RTX 3090.*H200"):
         gpu_named("RTX 9999")
