@@ -235,7 +235,7 @@ class TuneReport:
         for place, reason in self.undecided.items():
             places.setdefault(reason, []).append(place)
         told = "; ".join(f"{reason} ({'; '.join(each)})" for reason, each in places.items())
-        return told + ("; the same command goes on where this one stopped" if OUT_OF_TIME in places else "")
+        return told + ("; the same command goes on, further with a longer budget" if OUT_OF_TIME in places else "")
 
     def as_dict(self) -> dict[str, Any]:
         """The object that ``--json`` prints."""

@@ -149,7 +149,8 @@ class _Run:
                 until = None
                 if counted_by is not None:
                     now = time.monotonic()
-                    until = now + max(counted_by - now, 0.0) / (len(work) - number)
+                    share = (counted_by - now) / (len(work) - number)
+                    until = min(now + max(share, self.target.backend.first_count_s), counted_by)
                 own = self._rank(replace(ranker, until=until), problem, tokens)
                 if self.strategy.measures:
                     ranked += own

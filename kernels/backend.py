@@ -102,6 +102,10 @@ class Backend(ABC):
     """Tile functions of one request to count them, kept together and lost together where the request is cut off: so
     few that all workers are busy to the end, and so many that the time goes into compiling rather than into messages.
     """
+    first_count_s: float = 0.0
+    """Seconds that counting needs to get anywhere, the start of a worker included: a budget's share for one problem is
+    no shorter, for a shorter one were lost.
+    """
 
     @abstractmethod
     def target(self) -> str:

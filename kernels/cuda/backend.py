@@ -65,6 +65,8 @@ class CudaBackend(Backend):
     name = "cuda"
     counted_at_once = 1
     """One kernel takes a second or more."""
+    first_count_s = 10.0
+    """The first kernel of a worker takes some five seconds on a small machine, each further one two."""
 
     def __init__(self, arch: str = "sm_86"):
         limits(arch)

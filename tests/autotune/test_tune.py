@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from lowbit.autotune.outcome import Options, TuneInterrupted, TuneReport
 from lowbit.autotune.ranges import store_winner, with_ranges
+from lowbit.autotune.ranking import Ranked, Ranker
 from lowbit.autotune.tune import tune
 from lowbit.costmodel.assembly import CLASSES
 from lowbit.costmodel.bandwidth import Bandwidth, BandwidthPoint
@@ -29,6 +30,7 @@ from lowbit.db.records import Winner
 from lowbit.db.store import Store
 from lowbit.kernels.candidate import Candidate
 from lowbit.kernels.errors import DatabaseError, DeviceError, LowbitError, NoiseError, ProblemError
+from lowbit.kernels.problem import Problem
 
 FAKES = str(Path(__file__).parents[1] / "search")
 sys.path.insert(0, FAKES)
@@ -198,7 +200,8 @@ def test_what_was_neither_predicted_nor_measured_has_no_winner(db: Path) -> None
     assert report.undecided == {f"{PROBLEM.key}, {tokens} tokens": late for tokens in TOKENS}
     assert report.as_dict()["rounds"]["undecided"] == report.undecided
     assert report.without_winner == (
-        f"{late} ({PROBLEM.key}, 40 tokens; {PROBLEM.key}, 90 tokens); the same command goes on where this one stopped"
+        f"{late} ({PROBLEM.key}, 40 tokens; {PROBLEM.key}, 90 tokens); "
+        "the same command goes on, further with a longer budget"
     )
     assert measurement_rows(db) == 0
     candidates, _ = fake_space()
@@ -228,6 +231,25 @@ def test_a_strategy_that_does_not_measure_decides_each_problem_at_once(db: Path)
     assert [(each.problem, each.tokens) for each in caught.value.report.decisions] == [(PROBLEM.key, n) for n in TOKENS]
     stored = [(w.problem, w.tokens, w.tokens_from, w.tokens_to) for w in winners(db)]
     assert stored == [(PROBLEM.key, 40, 1, 60), (PROBLEM.key, 90, 61, None)]
+
+
+@pytest.mark.parametrize(("first_count_s", "shares"), [(0.0, [6, 9, 18]), (10.0, [10, 10, 18]), (60.0, [18, 18, 18])])
+def test_no_problem_gets_too_little_of_the_budget_to_count_anything(
+    db: Path, monkeypatch: pytest.MonkeyPatch, first_count_s: float, shares: list[float]
+) -> None:
+    found: list[float] = []
+
+    def rank(self: Ranker, problem: Problem, tokens: Sequence[int]) -> list[Ranked]:
+        assert self.until is not None
+        found.append(self.until - time.monotonic())
+        return []
+
+    monkeypatch.setattr(Ranker, "rank", rank)
+    monkeypatch.setattr(FakeBackend, "first_count_s", first_count_s)
+    problems = [replace(PROBLEM, query_rows=rows) for rows in (1, 2, 3)]
+    # Six tenths of 30 seconds are for counting.
+    tune(problems, [40], options(db, "lep", budget_s=30.0))
+    assert found == pytest.approx(shares, abs=2.0)
 
 
 def test_what_is_counted_is_ranked_before_what_the_budget_left_out(db: Path) -> None:

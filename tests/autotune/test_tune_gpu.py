@@ -244,7 +244,7 @@ def test_nothing_is_begun_where_nothing_can_be_compiled(
             DEVICE,
             ["--budget", "0.000001"],
             f"not counted within the budget ({PROBLEM.key}, 256 tokens; {PROBLEM.key}, 512 tokens); "
-            "the same command goes on where this one stopped",
+            "the same command goes on, further with a longer budget",
         ),
     ],
 )
