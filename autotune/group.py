@@ -26,7 +26,7 @@ Exit status:
   3    an unknown device, or one that this machine lacks
   4    nothing could be compiled
   5    the database cannot be opened or written
-  6    nothing in the database answers the question
+  6    nothing in the database answers the question, or tuning found no winner
   7    an unknown model, or a model file that cannot be read
   8    the machine was too noisy to measure on
   9    a kernel of your own is declared wrongly, fails, or differs from its reference

@@ -33,7 +33,7 @@ from .target import Prices, Target, target_for
 QUICK_SCREEN = Effort(min_rounds=3, max_rounds=6, target_spread=0.1)
 QUICK_FINAL = Effort(min_rounds=6, max_rounds=12, target_spread=0.05)
 COUNTING_SHARE = 0.6
-"""Of what a budget leaves after calibration, the part that counting instructions may take."""
+"""Of what a budget leaves after calibration, the part that counting instructions may take if measuring follows."""
 WORKER_BYTES = 512 << 20
 BYTES_PER_VALUE = 24
 """What a worker holds for each key and value while it makes operands: float32 values, quantised ones, temporaries."""
@@ -180,7 +180,8 @@ class _Run:
         if self.options.budget_s is None:
             return None
         now = time.monotonic()
-        return now + COUNTING_SHARE * max(self.started + self.options.budget_s - now, 0.0)
+        share = COUNTING_SHARE if self.strategy.measures else 1.0
+        return now + share * max(self.started + self.options.budget_s - now, 0.0)
 
     # -- what everything rests on ---------------------------------------------------------------------------------
 

@@ -55,7 +55,7 @@ class DatabaseError(LowbitError):
 
 
 class NoWinnerError(LowbitError, LookupError):
-    """Nothing in the database answers the question that was asked."""
+    """Nothing in the database answers the question that was asked, or tuning found no winner at all."""
 
     exit_status = 6
 

@@ -233,9 +233,18 @@ def test_a_strategy_that_does_not_measure_decides_each_problem_at_once(db: Path)
     assert stored == [(PROBLEM.key, 40, 1, 60), (PROBLEM.key, 90, 61, None)]
 
 
-@pytest.mark.parametrize(("first_count_s", "shares"), [(0.0, [6, 9, 18]), (10.0, [10, 10, 18]), (60.0, [18, 18, 18])])
+@pytest.mark.parametrize(
+    ("strategy", "first_count_s", "shares"),
+    [
+        # Six tenths of 30 seconds are for counting, or all of them if nothing is measured.
+        ("verify", 0.0, [6, 9, 18]),
+        ("verify", 10.0, [10, 10, 18]),
+        ("verify", 60.0, [18, 18, 18]),
+        ("lep", 0.0, [10, 15, 30]),
+    ],
+)
 def test_no_problem_gets_too_little_of_the_budget_to_count_anything(
-    db: Path, monkeypatch: pytest.MonkeyPatch, first_count_s: float, shares: list[float]
+    db: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, first_count_s: float, shares: list[float]
 ) -> None:
     found: list[float] = []
 
@@ -247,8 +256,7 @@ def test_no_problem_gets_too_little_of_the_budget_to_count_anything(
     monkeypatch.setattr(Ranker, "rank", rank)
     monkeypatch.setattr(FakeBackend, "first_count_s", first_count_s)
     problems = [replace(PROBLEM, query_rows=rows) for rows in (1, 2, 3)]
-    # Six tenths of 30 seconds are for counting.
-    tune(problems, [40], options(db, "lep", budget_s=30.0))
+    tune(problems, [40], options(db, strategy, budget_s=30.0))
     assert found == pytest.approx(shares, abs=2.0)
 
 
