@@ -18,8 +18,8 @@ HIDDEN = -1e30
 NOTHING = -1e29
 """Maximum before any token is seen: its distance from `HIDDEN` makes hidden tokens weigh nothing from the start."""
 SMALL_RATIO = 0.1
-TINY = 2.0**-100
-"""Divisor instead of 0: whatever is divided by it is 0 itself."""
+TINY = 2.0**-119
+"""Divisor instead of 0, the smallest that 127 over it is finite of: what is divided by it is 0, or below 1.5e-36."""
 WEIGHTS_PER_LANE = 4
 PAIRS = LANES * WEIGHTS_PER_LANE // TILE
 """(row, group) pairs that a warp rounds at once."""

@@ -216,3 +216,14 @@ def test_an_access_outside_the_operands_is_found():
     wrong = CudaKernel(Program(), ())
     with pytest.raises(IllegalAccessError, match="illegal memory access"):
         wrong(operands.x, pack(operands.k, candidate.k))
+
+
+@pytest.mark.parametrize("operator", ["attend", "sv"])
+def test_tiny_queries_and_weights_are_not_taken_for_zeros(operator):
+    p = problem(f"{operator} h4/2 d64 q1 w8a8")
+    candidate = launched(next(each for each in legal(p) if each.pipeline == "integer"), splits=1, warps=1)
+    operands = make_operands(p, 33)
+    operands = replace(operands, x=operands.x * np.float32(1e-30))
+    packed = [pack(getattr(operands, role), getattr(candidate, role)) for role in p.roles]
+    result = CudaBackend("sm_86").compile(p, candidate)(operands.x, *packed)
+    agree(p, operands, candidate.pipeline, result, p.key)
