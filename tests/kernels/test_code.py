@@ -7,10 +7,10 @@ by mnemonic and number: registers, loads, addresses and order differ from one LL
 
 import os
 import re
-from collections import Counter
 from pathlib import Path
 
 import pytest
+from golden_file import sections
 from hot_loop import hot_loop, spills, unpacking
 from kernel_check import candidate, problem
 from lowbit.kernels.cpu.backend import CpuBackend
@@ -38,18 +38,6 @@ def code(operator, precision, layout, pipeline, isa, **schedule):
     (only,) = CpuBackend(isa).code(p, chosen)
     (spec,) = tile_specs(p, chosen, ISAS[isa])
     return only, spec
-
-
-def sections(text):
-    """Counter of each named section of a golden file."""
-    found = {}
-    for line in text.splitlines():
-        if line.startswith("["):
-            found[line.strip("[]")] = counts = Counter()
-        elif line and not line.startswith("#"):
-            number, mnemonic = line.split()
-            counts[mnemonic] = int(number)
-    return found
 
 
 @pytest.mark.parametrize("isa", ISA_NAMES)

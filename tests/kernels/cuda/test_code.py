@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from golden_file import sections
 from kernel_check import problem
 from lowbit.kernels.candidate import Candidate, Launch
 from lowbit.kernels.cuda import program, ptx
@@ -43,17 +44,6 @@ def emitted(precision, k, v, packing, pipeline, stages):
     )
     built = program.build(problem(f"attend h2/1 d64 q1 {precision}"), candidate, "sm_86")
     return Counter(EMITTED.findall(ptx.compile_entry(built.main, "sm_86")))
-
-
-def sections(text):
-    found = {}
-    for line in text.splitlines():
-        if line.startswith("["):
-            found[line.strip("[]")] = counts = Counter()
-        elif line and not line.startswith("#"):
-            number, mnemonic = line.split()
-            counts[mnemonic] = int(number)
-    return found
 
 
 def test_kernels_emit_what_they_did():
