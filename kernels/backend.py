@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,7 +153,7 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def code(self, problem: Problem, candidate: Candidate) -> list[Code]:
+    def code(self, problem: Problem, candidate: Candidate) -> Sequence[Code]:
         """Generated code of the candidate's tile functions, without running anything."""
 
     def tile(self, problem: Problem, candidate: Candidate, symbol: str) -> Code:

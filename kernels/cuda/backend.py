@@ -102,7 +102,7 @@ class CudaBackend(Backend):
     def tiles(self, problem: Problem, candidate: Candidate) -> tuple[str, ...]:
         return (_symbol(self._program(problem, candidate, marks=True)),)
 
-    def code(self, problem: Problem, candidate: Candidate) -> list[codes.KernelCode]:  # type: ignore[override]
+    def code(self, problem: Problem, candidate: Candidate) -> list[codes.KernelCode]:
         """The main kernel, with marks in its loops; see `lowbit.kernels.cuda.marks`."""
         program = self._program(problem, candidate, marks=True)
         text = ptx.compile_entry(program.main, self.arch)
