@@ -2,7 +2,9 @@
 
 A kernel is a C function ``void task(job, index)``. A *job* is a block of int64 fields that describes one call
 (`lowbit.kernels.fields`); tasks are numbered (key/value head × token split) and share nothing but the job, so they may
-run in any order and on any thread. Token splits are merged afterwards.
+run in any order and on any thread. Token splits are merged afterwards. ``attend`` reads a context that lies in several
+*segments*, each in layouts of its own (`lowbit.kernels.segment_fields`); its tasks share all segments' tokens evenly,
+whatever their bounds.
 
 Operands are of a `PackedType`, which puts the layout's tile code into the kernel, or a `DispatchedType`, which calls
 it by address: one compilation then serves every layout, and that is what makes tuning hundreds of them quick.
@@ -23,29 +25,27 @@ from numba.extending import intrinsic
 
 from .cpu import softmax
 from .fields import (
-    AUX_COUNT,
-    BLOCK,
     CAP,
-    ELEMENT,
     FACTOR,
     HEAD_DIM,
-    ORDER_COUNT,
     OUT,
+    OUT_HEAD_STRIDE,
+    OUT_ROW_STRIDE,
     PARTIALS,
-    PREPARE,
     QUERY_ROWS,
+    ROOM,
     ROWS,
+    SEGMENT,
+    SEGMENT_COUNT,
+    SEGMENTS,
     SOFTMAX,
     SPLITS,
-    STEP,
     TOKENS,
     WINDOW,
     WORKSPACE,
     WORKSPACE_BYTES,
     X_HEAD_STRIDE,
     X_ROW_STRIDE,
-    K,
-    V,
     X,
 )
 from .plugin import (
@@ -61,6 +61,19 @@ from .plugin import (
     softmax_tile,
     store_f32,
 )
+from .segment_fields import (
+    AUX_COUNT,
+    BLOCK,
+    ELEMENT,
+    ORDER_COUNT,
+    PREPARE,
+    SEGMENT_FIELDS,
+    START,
+    STEP,
+    K,
+    V,
+)
+from .segment_fields import TOKENS as SEEN
 
 TOKEN_BLOCK = 32
 HIDDEN = np.float32(softmax.HIDDEN)
@@ -101,30 +114,49 @@ def clear(address: Any, count: Any) -> None:
 
 
 @njit(**_INNER)
-def span(job: Any, index: Any) -> tuple[Any, Any, Any, Any]:
-    """Head, split, and token range of a task: whole 32-token blocks, spread evenly over what a window leaves."""
-    splits, tokens, window = peek(job, SPLITS), peek(job, TOKENS), peek(job, WINDOW)
-    skipped = 0
-    if window > 0:
-        skipped = max(tokens - peek(job, QUERY_ROWS) + 1 - window, 0) // TOKEN_BLOCK
-    blocks = (tokens + TOKEN_BLOCK - 1) // TOKEN_BLOCK - skipped
+def unseen_blocks(job: Any, segment: Any) -> Any:
+    """Whole blocks of a segment that no query position sees, for they lie before every window."""
+    window = peek(job, WINDOW)
+    if window == 0:
+        return 0
+    first = peek(job, TOKENS) - peek(job, QUERY_ROWS) + 1 - window - peek(segment, START)
+    return min(max(first, 0), peek(segment, SEEN)) // TOKEN_BLOCK
+
+
+@njit(**_INNER)
+def seen_blocks(job: Any, segment: Any) -> Any:
+    """Blocks of a segment that some query position sees."""
+    return (peek(segment, SEEN) + TOKEN_BLOCK - 1) // TOKEN_BLOCK - unseen_blocks(job, segment)
+
+
+@njit(**_INNER)
+def span(job: Any, index: Any, blocks: Any) -> tuple[Any, Any, Any]:
+    """Head of a task, and its share of ``blocks`` blocks: first and last + 1."""
+    splits = peek(job, SPLITS)
     head = index // splits
     split = index - head * splits
-    first = (skipped + blocks * split // splits) * TOKEN_BLOCK
-    stop = min((skipped + blocks * (split + 1) // splits) * TOKEN_BLOCK, tokens)
-    return head, split, first, stop
+    return head, blocks * split // splits, blocks * (split + 1) // splits
 
 
 @njit(**_INNER)
 def weigh(
-    job: Any, row: Any, start: Any, count: Any, scores: Any, state: Any, out: Any, step: Any, head_dim: Any
+    job: Any,
+    row: Any,
+    start: Any,
+    count: Any,
+    scores: Any,
+    stride: Any,
+    state: Any,
+    out: Any,
+    step: Any,
+    head_dim: Any,
 ) -> None:
-    """Turn ``step`` rows of scores of the block at ``start`` into weights, each row's hidden tokens left out."""
-    tokens, query_rows, window, block = peek(job, TOKENS), peek(job, QUERY_ROWS), peek(job, WINDOW), peek(job, BLOCK)
+    """Turn ``step`` rows of scores of the tokens from position ``start`` on into weights, hidden tokens left out."""
+    tokens, query_rows, window = peek(job, TOKENS), peek(job, QUERY_ROWS), peek(job, WINDOW)
     function, cap = peek(job, SOFTMAX), load_f32(job, 2 * CAP)
     least = max(tokens - query_rows + 1, 1)
     if start + count <= least and (window == 0 or tokens - window <= start):
-        softmax_tile(function, scores, block, step, 0, count, count, state, out, head_dim, cap)
+        softmax_tile(function, scores, stride, step, 0, count, count, state, out, head_dim, cap)
         return
     for i in range(step):
         limit = max(tokens - query_rows + 1 + (row + i) % query_rows, 1)
@@ -132,26 +164,26 @@ def weigh(
         first = 0
         if window > 0:
             first = max(limit - window - start, 0)
-        mine = scores + 4 * i * block
+        mine = scores + 4 * i * stride
         if first < last:
             softmax_tile(
-                function, mine, block, 1, first, last, count, state + 8 * i, out + 4 * i * head_dim, head_dim, cap
+                function, mine, stride, 1, first, last, count, state + 8 * i, out + 4 * i * head_dim, head_dim, cap
             )
         else:
             clear(mine, count)
 
 
 @njit(**_INNER)
-def prepare(job: Any, head: Any, x: Any, aux: Any, all_rows: Any, scratch: Any) -> None:
-    """Prepare a task's rows for ``dot_tile``, times the factor; rows past the last one are zero.
+def prepare(job: Any, segment: Any, head: Any, x: Any, aux: Any, all_rows: Any, scratch: Any) -> None:
+    """Prepare a task's rows for a segment's ``dot_tile``, times the factor; rows past the last one are zero.
 
     The work is done by the function of `lowbit.kernels.cpu.activations` at `PREPARE`. Where there is none, rows are
     floats in channel order. ``scratch`` has room for its job.
     """
-    rows, count, lanes = peek(job, ROWS), peek(job, ORDER_COUNT), peek(job, AUX_COUNT)
-    row_bytes, aux_bytes, stride = count * peek(job, ELEMENT), 8 * lanes, peek(job, X_ROW_STRIDE)
+    rows, count, lanes = peek(job, ROWS), peek(segment, ORDER_COUNT), peek(segment, AUX_COUNT)
+    row_bytes, aux_bytes, stride = count * peek(segment, ELEMENT), 8 * lanes, peek(job, X_ROW_STRIDE)
     source = peek(job, X) + 4 * head * peek(job, X_HEAD_STRIDE)
-    function, factor = peek(job, PREPARE), load_f32(job, 2 * FACTOR)
+    function, factor = peek(segment, PREPARE), load_f32(job, 2 * FACTOR)
     poke(scratch, 0, source)
     poke(scratch, 1, x)
     poke(scratch, 2, aux)
@@ -179,34 +211,52 @@ def _task(body: Callable[..., None], fastmath: bool = False) -> Any:
 
 
 def build_attend(k: OperandType, v: OperandType) -> Any:
-    """Fused decode attention: scores, online softmax and weighted values, block by block."""
+    """Fused decode attention: scores, online softmax and weighted values, block by block and segment by segment."""
     read_k, read_v = operand_reader(k), operand_reader(v)
 
     def attend(job: int, index: int) -> None:
-        head, _, first, stop = span(job, index)
-        keys, values = read_k(job + 8 * K), read_v(job + 8 * V)
-        rows, block = peek(job, ROWS), peek(job, BLOCK)
-        step, head_dim, element = peek(job, STEP), peek(job, HEAD_DIM), peek(job, ELEMENT)
-        all_rows = padded(rows, step)
-        x = peek(job, WORKSPACE) + index * peek(job, WORKSPACE_BYTES)
-        aux = x + padded(all_rows * peek(job, ORDER_COUNT) * element, 64)
-        scores = aux + padded(all_rows * 8 * peek(job, AUX_COUNT), 64)
-        state = scores + 4 * step * block
-        out = state + padded(8 * all_rows, 64)
-        scratch = out + padded(4 * all_rows * head_dim, 64)
-        prepare(job, head, x, aux, all_rows, scratch)
-        clear(out, all_rows * head_dim)
-        for row in range(all_rows):
+        rows, room, head_dim, segments = peek(job, ROWS), peek(job, ROOM), peek(job, HEAD_DIM), peek(job, SEGMENTS)
+        total = 0
+        for i in range(peek(job, SEGMENT_COUNT)):
+            total += seen_blocks(job, segments + 8 * SEGMENT_FIELDS * i)
+        head, first, stop = span(job, index, total)
+        state = peek(job, WORKSPACE) + index * peek(job, WORKSPACE_BYTES)
+        out = state + padded(8 * room, 64)
+        x = out + padded(4 * room * head_dim, 64)
+        clear(out, room * head_dim)
+        for row in range(room):
             store_f32(state, 2 * row, HIDDEN)
             store_f32(state, 2 * row + 1, np.float32(0.0))
-        for start in range(first, stop, block):
-            count = padded(min(block, stop - start), TOKEN_BLOCK)
-            for row in range(0, all_rows, step):
-                row_x = x + row * peek(job, ORDER_COUNT) * element
-                row_out = out + 4 * row * head_dim
-                dot_tile(keys, head, start, count, row_x, aux + row * 8 * peek(job, AUX_COUNT), scores, block)
-                weigh(job, row, start, count, scores, state + 8 * row, row_out, step, head_dim)
-                accumulate_tile(values, head, start, count, scores, block, scratch, row_out, head_dim)
+        before = 0
+        for i in range(peek(job, SEGMENT_COUNT)):
+            segment = segments + 8 * SEGMENT_FIELDS * i
+            blocks = seen_blocks(job, segment)
+            low, high = max(first - before, 0), min(stop - before, blocks)
+            before += blocks
+            if low >= high:
+                continue
+            keys, values = read_k(segment + 8 * K), read_v(segment + 8 * V)
+            step, block, element = peek(segment, STEP), peek(segment, BLOCK), peek(segment, ELEMENT)
+            order_count, aux_count, position = (
+                peek(segment, ORDER_COUNT),
+                peek(segment, AUX_COUNT),
+                peek(segment, START),
+            )
+            all_rows = padded(rows, step)
+            aux = x + padded(all_rows * order_count * element, 64)
+            scores = aux + padded(all_rows * 8 * aux_count, 64)
+            scratch = scores + padded(4 * step * block, 64)
+            prepare(job, segment, head, x, aux, all_rows, scratch)
+            skipped = unseen_blocks(job, segment)
+            end = min((skipped + high) * TOKEN_BLOCK, peek(segment, SEEN))
+            for start in range((skipped + low) * TOKEN_BLOCK, end, block):
+                count = padded(min(block, end - start), TOKEN_BLOCK)
+                for row in range(0, all_rows, step):
+                    row_x, row_aux = x + row * order_count * element, aux + row * 8 * aux_count
+                    row_out = out + 4 * row * head_dim
+                    dot_tile(keys, head, start, count, row_x, row_aux, scores, block)
+                    weigh(job, row, position + start, count, scores, block, state + 8 * row, row_out, step, head_dim)
+                    accumulate_tile(values, head, start, count, scores, block, scratch, row_out, head_dim)
         record = peek(job, PARTIALS) + 4 * index * rows * (2 + head_dim)
         for i in range(2 * rows):
             store_f32(record, i, load_f32(state, i))
@@ -221,22 +271,24 @@ def build_qk(k: OperandType) -> Any:
     read_k = operand_reader(k)
 
     def qk(job: int, index: int) -> None:
-        head, _, first, stop = span(job, index)
-        keys = read_k(job + 8 * K)
-        rows, block, tokens = peek(job, ROWS), peek(job, BLOCK), peek(job, TOKENS)
-        step, element = peek(job, STEP), peek(job, ELEMENT)
-        all_rows = padded(rows, step)
+        segment = job + 8 * SEGMENT
+        rows, tokens = peek(job, ROWS), peek(job, TOKENS)
+        head, low, high = span(job, index, (tokens + TOKEN_BLOCK - 1) // TOKEN_BLOCK)
+        first, stop = low * TOKEN_BLOCK, min(high * TOKEN_BLOCK, tokens)
+        keys = read_k(segment + 8 * K)
+        block, step, element = peek(segment, BLOCK), peek(segment, STEP), peek(segment, ELEMENT)
+        all_rows = peek(job, ROOM)
         x = peek(job, WORKSPACE) + index * peek(job, WORKSPACE_BYTES)
-        aux = x + padded(all_rows * peek(job, ORDER_COUNT) * element, 64)
-        scores = aux + padded(all_rows * 8 * peek(job, AUX_COUNT), 64)
-        prepare(job, head, x, aux, all_rows, scores)
+        aux = x + padded(all_rows * peek(segment, ORDER_COUNT) * element, 64)
+        scores = aux + padded(all_rows * 8 * peek(segment, AUX_COUNT), 64)
+        prepare(job, segment, head, x, aux, all_rows, scores)
         out = peek(job, OUT) + 4 * head * rows * tokens
         for start in range(first, stop, block):
             used = min(block, stop - start)
             count = padded(used, TOKEN_BLOCK)
             for row in range(0, all_rows, step):
-                row_x = x + row * peek(job, ORDER_COUNT) * element
-                row_aux = aux + row * 8 * peek(job, AUX_COUNT)
+                row_x = x + row * peek(segment, ORDER_COUNT) * element
+                row_aux = aux + row * 8 * peek(segment, AUX_COUNT)
                 target = out + 4 * (row * tokens + start)
                 if used == count and row + step <= rows:
                     dot_tile(keys, head, start, count, row_x, row_aux, target, tokens)
@@ -254,11 +306,12 @@ def build_sv(v: OperandType) -> Any:
     read_v = operand_reader(v)
 
     def sv(job: int, index: int) -> None:
-        head, _, first, stop = span(job, index)
-        values = read_v(job + 8 * V)
-        rows, block, tokens = peek(job, ROWS), peek(job, BLOCK), peek(job, TOKENS)
-        step, head_dim = peek(job, STEP), peek(job, HEAD_DIM)
-        all_rows = padded(rows, step)
+        segment = job + 8 * SEGMENT
+        rows, tokens, head_dim = peek(job, ROWS), peek(job, TOKENS), peek(job, HEAD_DIM)
+        head, low, high = span(job, index, (tokens + TOKEN_BLOCK - 1) // TOKEN_BLOCK)
+        first, stop = low * TOKEN_BLOCK, min(high * TOKEN_BLOCK, tokens)
+        values = read_v(segment + 8 * V)
+        block, step, all_rows = peek(segment, BLOCK), peek(segment, STEP), peek(job, ROOM)
         p = peek(job, WORKSPACE) + index * peek(job, WORKSPACE_BYTES)
         out = p + 4 * step * block
         scratch = out + padded(4 * all_rows * head_dim, 64)
@@ -291,13 +344,16 @@ def build_merge(operator: str) -> Any:
 
     def merge(job: int, head: int) -> None:
         rows, splits, head_dim = peek(job, ROWS), peek(job, SPLITS), peek(job, HEAD_DIM)
+        query_rows = peek(job, QUERY_ROWS)
         size = rows * (2 + head_dim)
         base = peek(job, PARTIALS) + 4 * head * splits * size
         for row in range(rows):
             best = load_f32(base, 2 * row)
             for split in range(1, splits):
                 best = max(best, load_f32(base + 4 * split * size, 2 * row))
-            target = peek(job, OUT) + 4 * (head * rows + row) * head_dim
+            query_head = (head * rows + row) // query_rows
+            place = query_head * peek(job, OUT_HEAD_STRIDE) + row % query_rows * peek(job, OUT_ROW_STRIDE)
+            target = peek(job, OUT) + 4 * place
             clear(target, head_dim)
             total = np.float32(0.0)
             for split in range(splits):

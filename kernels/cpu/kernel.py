@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import fields
+from .. import fields, segment_fields
 from ..backend import Kernel
 from ..calls import checked_call, packed_operand
 from ..candidate import Candidate
@@ -25,6 +25,26 @@ Float32 = NDArray[np.float32]
 MOST_TOKENS = 1 << 15
 """Tokens of a task that weighs values. Every 32 are added to running sums in float32: over a million equal tokens these
 drift by 4e-4, more than fp16 costs, and over this many by 1e-5. Sums of tasks are merged, so that they start anew."""
+
+
+def task_bytes(room: int, head_dim: int, slots: int, aux: int, step: int, block: int, scratch: int) -> int:
+    """Workspace of a task.
+
+    Parameters
+    ----------
+    room : int
+        Rows of the small operand, rounded up to whole steps.
+    head_dim : int
+    slots, aux : int
+        Slots of a prepared row, four bytes at most each, and groups of its lanes.
+    step, block : int
+        Rows and tokens of a block of scores.
+    scratch : int
+        Bytes that the values' tile function asks for.
+    """
+    parts = (4 * room * slots, 8 * room * aux, 4 * step * block, 8 * room, 4 * room * head_dim)
+    size = sum(-(-part // 64) * 64 for part in parts) + max(scratch, 64)
+    return -(-size // 4096) * 4096 + 128  # neighbouring tasks start in different cache sets
 
 
 class CpuKernel(Kernel):
@@ -49,6 +69,7 @@ class CpuKernel(Kernel):
         schedule = candidate.schedule
         self._tasks = problem.kv_heads * schedule.splits
         self._pool = pool(schedule.threads)
+        self._room = -(-problem.rows // schedule.rows) * schedule.rows
         self._workspace_bytes = self._size_of_workspace(scratch)
         self._workspace = aligned_zeros(self._tasks * self._workspace_bytes, np.uint8)
         size = fields.partial_floats(problem.rows, problem.head_dim)
@@ -63,18 +84,9 @@ class CpuKernel(Kernel):
 
     def _size_of_workspace(self, scratch: int) -> int:
         problem, schedule = self.problem, self.candidate.schedule
-        rows = -(-problem.rows // schedule.rows) * schedule.rows
         slots = len(self._prepared.order) if self._prepared else 0
         aux = len(self._prepared.aux_group) if self._prepared else 0
-        parts = (
-            4 * rows * slots,
-            8 * rows * aux,
-            4 * schedule.rows * schedule.block,
-            8 * rows,
-            4 * rows * problem.head_dim,
-        )
-        size = sum(-(-part // 64) * 64 for part in parts) + scratch
-        return -(-size // 4096) * 4096 + 128  # neighbouring tasks start in different cache sets
+        return task_bytes(self._room, problem.head_dim, slots, aux, schedule.rows, schedule.block, scratch)
 
     def _fill_constants(self) -> None:
         problem, job, schedule = self.problem, self._job, self.candidate.schedule
@@ -82,8 +94,6 @@ class CpuKernel(Kernel):
         job[fields.WORKSPACE_BYTES] = self._workspace_bytes
         job[fields.PARTIALS] = self._partials.ctypes.data
         job[fields.HEAD_DIM] = self.problem.head_dim
-        job[fields.STEP] = schedule.rows
-        job[fields.ELEMENT] = 1 if problem.integer("k", self.candidate.pipeline) else 4
         factor = 1.0
         if problem.operator == "attend":
             factor = softmax_scale(problem.head_dim) * (1.0 if problem.softcap else LOG2_E)
@@ -93,12 +103,18 @@ class CpuKernel(Kernel):
         job[fields.WINDOW] = problem.window
         job[fields.ROWS] = self.problem.rows
         job[fields.QUERY_ROWS] = self.problem.query_rows
+        job[fields.ROOM] = self._room
         job[fields.SPLITS] = schedule.splits
-        job[fields.BLOCK] = schedule.block
+        job[fields.OUT_HEAD_STRIDE] = problem.query_rows * problem.head_dim
+        job[fields.OUT_ROW_STRIDE] = problem.head_dim
+        job[fields.SEGMENT_COUNT] = 1
+        segment = job[fields.SEGMENT :]
+        segment[segment_fields.STEP], segment[segment_fields.BLOCK] = schedule.rows, schedule.block
+        segment[segment_fields.ELEMENT] = 1 if problem.integer("k", self.candidate.pipeline) else 4
         if self._prepared is not None:
-            job[fields.PREPARE] = self._tiles["prepare"]
-            job[fields.ORDER_COUNT] = len(self._prepared.order)
-            job[fields.AUX_COUNT] = len(self._prepared.aux_group)
+            segment[segment_fields.PREPARE] = self._tiles["prepare"]
+            segment[segment_fields.ORDER_COUNT] = len(self._prepared.order)
+            segment[segment_fields.AUX_COUNT] = len(self._prepared.aux_group)
 
     def pack(self, role: str, values: NDArray[np.floating] | Quantized, capacity: int | None = None) -> PackedTensor:
         return packed_operand(self.problem, self.candidate, role, values, capacity)
@@ -111,9 +127,11 @@ class CpuKernel(Kernel):
         call = checked_call(problem, self.candidate, operands, tokens, out)
         if (splits := self._splits(call.tokens)) > self.candidate.schedule.splits:
             return self._with_splits(splits).bind(*operands, tokens=tokens, out=out)
+        job[fields.SEGMENTS] = job.ctypes.data + 8 * fields.SEGMENT
         for role, operand in call.packed.items():
-            start = fields.K if role == "k" else fields.V
+            start = fields.SEGMENT + (segment_fields.K if role == "k" else segment_fields.V)
             job[start : start + OPERAND_FIELDS] = (*operand.addresses, self._tiles[role])
+            job[start + segment_fields.TOKENS] = call.tokens
         columns = call.x.shape[2]
         job[fields.X] = call.x.ctypes.data
         job[fields.X_HEAD_STRIDE] = problem.rows * columns

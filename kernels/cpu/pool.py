@@ -25,6 +25,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from .compiled import for_any_host
 
 _LINE = 16  # 64-bit words between two shared words: 128 bytes, so that neither a line nor its prefetched twin is shared
@@ -194,6 +197,43 @@ wake:
   ret i64 %parked
 }}
 
+; A sequence of stages of four words each: function, arguments, tasks, threads. Each one ends before the next begins. A
+; worker that is parked is not waited for: it joins once it has been woken.
+define void @sequence(ptr %s, ptr %stages, i64 %count) {{
+entry:
+  br label %head
+head:
+  %i = phi i64 [ 0, %entry ], [ %next, %after ]
+  %more = icmp slt i64 %i, %count
+  br i1 %more, label %body, label %end
+body:
+  %first = mul i64 %i, 4
+  %function.p = getelementptr i64, ptr %stages, i64 %first
+  %args.p = getelementptr i64, ptr %function.p, i64 1
+  %tasks.p = getelementptr i64, ptr %function.p, i64 2
+  %limit.p = getelementptr i64, ptr %function.p, i64 3
+  %function = load i64, ptr %function.p
+  %args = load i64, ptr %args.p
+  %tasks = load i64, ptr %tasks.p
+  %limit = load i64, ptr %limit.p
+  %one.thread = icmp ule i64 %limit, 1
+  %one.task = icmp ule i64 %tasks, 1
+  %alone = or i1 %one.thread, %one.task
+  br i1 %alone, label %here, label %fork
+here:
+  call void @inline(i64 %function, i64 %args, i64 %tasks)
+  br label %after
+fork:
+  %parked = call i64 @publish(ptr %s, i64 %function, i64 %args, i64 %tasks, i64 %limit)
+  call void @join(ptr %s)
+  br label %after
+after:
+  %next = add i64 %i, 1
+  br label %head
+end:
+  ret void
+}}
+
 ; A worker's life between two parkings: 1 to be called again, 0 to block until woken.
 define i64 @serve(ptr %s, i64 %rank, i64 %spins) {{
 entry:
@@ -354,6 +394,39 @@ class Pool:
 
         return run
 
+    def sequence(self, stages: NDArray[np.int64]) -> Callable[[], None]:
+        """Run a program: compiled stages one after the other, with no Python between them.
+
+        Parameters
+        ----------
+        stages : ndarray of int64, shape (stages, 4)
+            C-contiguous: address of a task function, of its argument, number of tasks, and most threads; 1 runs the
+            tasks inline, in order, and none may exceed the pool's. Read anew at each call, so that entries may change
+            between calls.
+
+        Returns
+        -------
+        callable
+            Runs the stages; keeps ``stages`` alive.
+        """
+        if stages.ndim != 2 or stages.shape[1] != 4 or stages.dtype != np.int64 or not stages.flags.c_contiguous:
+            raise ValueError("stages must be a contiguous int64 array of shape (stages, 4)")
+        if len(stages) and not stages[:, 0].all():
+            raise ValueError(f"stage {int(np.argmin(stages[:, 0] != 0))} has no function")
+        if len(stages) and stages[:, 3].max() > self.threads:
+            raise ValueError(f"a stage asks for {stages[:, 3].max()} threads of {self.threads}")
+        native, address, count = _native(), stages.ctypes.data, len(stages)
+
+        def run(memory: object = (stages, self._memory)) -> None:
+            with self._lock:
+                if self.threads > 1:
+                    if not self._workers and not self._stopped:
+                        self._start(native)
+                    self._wake(native, self.threads)
+                native.sequence(self._state, address, count)
+
+        return run
+
     def _start(self, native: _Native) -> None:
         cpus = allowed_cpus()
         spins = 0 if self.threads > len(cpus) else native.idle_spins(self._state)
@@ -426,13 +499,14 @@ class _Native:
             "serve": (word, word, word, word),
             "pace": (nothing, word, word),
             "call": (word, word),
+            "sequence": (nothing, word, word, word),
         }
         addresses = for_any_host(tuple(signatures), text)
         functions = [
             ctypes.CFUNCTYPE(*signature)(address)
             for signature, address in zip(signatures.values(), addresses, strict=True)
         ]
-        self.inline, self.publish, self.unpark, self.join, self.serve, self.pace, self.call = functions
+        self.inline, self.publish, self.unpark, self.join, self.serve, self.pace, self.call, self.sequence = functions
 
     def idle_spins(self, state: int) -> int:
         """Turns of the idle loop that last `_IDLE_US`."""

@@ -7,6 +7,7 @@ import sys
 import threading
 
 import llvmlite.binding as llvm
+import numpy as np
 import pytest
 from lowbit.kernels.cpu.pool import Pool, allowed_cpus, pinned, pool, run
 
@@ -14,6 +15,23 @@ IR = """
 define void @count(ptr %a, i64 %i) {
   %p = getelementptr i64, ptr %a, i64 %i
   %old = atomicrmw add ptr %p, i64 1 seq_cst
+  ret void
+}
+
+; A job: address of numbers to read, of numbers to write, and how many there are.
+define void @relay(ptr %job, i64 %i) {
+  %to.p = getelementptr i64, ptr %job, i64 1
+  %size.p = getelementptr i64, ptr %job, i64 2
+  %from = load ptr, ptr %job
+  %to = load ptr, ptr %to.p
+  %size = load i64, ptr %size.p
+  %after = add i64 %i, 1
+  %neighbour = urem i64 %after, %size
+  %in.p = getelementptr i64, ptr %from, i64 %neighbour
+  %in = load i64, ptr %in.p
+  %sum = add i64 %in, 1
+  %out.p = getelementptr i64, ptr %to, i64 %i
+  store i64 %sum, ptr %out.p
   ret void
 }
 """
@@ -27,6 +45,16 @@ def count():
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(IR), machine)
     engine.finalize_object()
     yield engine.get_function_address("count")
+
+
+@pytest.fixture(scope="module")
+def relay():
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    machine = llvm.Target.from_default_triple().create_target_machine()
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(IR), machine)
+    engine.finalize_object()
+    yield engine.get_function_address("relay")
 
 
 def counters(size):
@@ -195,3 +223,43 @@ if child == 0:
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), list(memory))
 """
     assert finishes_cleanly(tail) == f"0 {[2] * 8}\n"
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_a_sequence_ends_each_stage_before_the_next(relay, threads):
+    """Each task adds one to its neighbour's number of the stage before: any that ran early would be one short."""
+    size, count = 7, 3000
+    numbers = np.zeros((2, size), np.int64)
+    jobs = np.array([[numbers[i % 2].ctypes.data, numbers[1 - i % 2].ctypes.data, size] for i in range(2)], np.int64)
+    stages = np.array(
+        [[relay, jobs[i % 2].ctypes.data, size, (1, threads)[i % 3 != 0]] for i in range(count)], np.int64
+    )
+    program = pool(threads).sequence(stages)
+    for run_number in range(1, 4):
+        program()
+        assert (numbers[count % 2] == run_number * count).all()
+
+
+def test_a_sequence_reads_its_stages_anew(count):
+    memory, address = counters(4)
+    stages = np.array([[count, address, 4, 2]], np.int64)
+    program = pool(2).sequence(stages)
+    program()
+    stages[0, 2] = 2
+    program()
+    assert list(memory) == [2, 2, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        np.zeros((1, 4), np.int64),
+        np.ones((1, 3), np.int64),
+        np.ones((2, 4), np.int32),
+        np.array([[1, 1, 1, 3]], np.int64),
+        np.ones((4, 4), np.int64).T[::2],
+    ],
+)
+def test_a_sequence_refuses_malformed_stages(stages):
+    with pytest.raises(ValueError):
+        Pool(2).sequence(stages)
