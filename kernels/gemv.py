@@ -10,13 +10,17 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import cfunc, types
+from numba import cfunc, njit, types
 
 from .gemv_fields import (
+    ADD_MINIMA,
     AUX,
     AUX_BYTES,
     BLOCK,
+    GROUPS,
     MATRIX,
+    MINIMA,
+    MINIMA_STEP,
     OUT,
     PREPARED,
     PREPARED_BYTES,
@@ -24,11 +28,38 @@ from .gemv_fields import (
     SCRATCH,
     SPLITS,
     STEP,
+    SUMS,
     VECTORS,
 )
-from .plugin import OperandType, dot_tile, load_f32, operand_reader, peek, store_f32
+from .packed import OPERAND
+from .plugin import OperandType, add_minima, dot_tile, load_f32, operand_reader, peek, store_f32
 
 ROW_BLOCK = 32
+_SCALES = MATRIX + OPERAND.index("scales")
+
+
+@njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+def multiply(job: Any, operand: Any, vector: Any, start: Any, count: Any, out: Any, stride: Any) -> None:
+    """A step's vectors times ``count`` rows, to ``out[v·stride + i]``."""
+    x = peek(job, PREPARED) + vector * peek(job, PREPARED_BYTES)
+    aux = peek(job, AUX) + vector * peek(job, AUX_BYTES)
+    dot_tile(operand, 0, start, count, x, aux, out, stride)
+    minima = peek(job, MINIMA)
+    if minima != 0:
+        groups = peek(job, GROUPS)
+        for i in range(0, peek(job, STEP), peek(job, MINIMA_STEP)):
+            sums = peek(job, SUMS) + 4 * groups * (vector + i)
+            add_minima(
+                peek(job, ADD_MINIMA),
+                peek(job, _SCALES),
+                minima,
+                start,
+                count,
+                groups,
+                sums,
+                out + 4 * i * stride,
+                stride,
+            )
 
 
 def build_gemv(matrix: OperandType) -> Any:
@@ -50,17 +81,12 @@ def build_gemv(matrix: OperandType) -> Any:
             for each in range(0, vectors, step):
                 # The last pass begins early enough to be a whole one, and computes a few vectors again.
                 vector = min(each, vectors - step)
-                x = peek(job, PREPARED) + vector * peek(job, PREPARED_BYTES)
-                aux = peek(job, AUX) + vector * peek(job, AUX_BYTES)
-                out = peek(job, OUT) + 4 * (vector * rows + start)
-                dot_tile(operand, 0, start, count, x, aux, out, rows)
+                multiply(job, operand, vector, start, count, peek(job, OUT) + 4 * (vector * rows + start), rows)
         if whole < stop:
             scratch = peek(job, SCRATCH)
             for each in range(0, vectors, step):
                 vector = min(each, vectors - step)
-                x = peek(job, PREPARED) + vector * peek(job, PREPARED_BYTES)
-                aux = peek(job, AUX) + vector * peek(job, AUX_BYTES)
-                dot_tile(operand, 0, whole, ROW_BLOCK, x, aux, scratch, ROW_BLOCK)
+                multiply(job, operand, vector, whole, ROW_BLOCK, scratch, ROW_BLOCK)
                 for i in range(step):
                     for row in range(whole, stop):
                         value = load_f32(scratch, i * ROW_BLOCK + row - whole)

@@ -21,11 +21,15 @@ FIELDS = (
     "block",  # rows over which all vectors pass before the next ones are read
     "splits",
     "scratch",  # step × 32 floats: the last block's result where rows are no multiple of 32
+    "minima",  # float16 minima in the order of the scales, see `lowbit.kernels.cpu.minima`; 0 for none
+    "add_minima",  # address of the function that adds them
+    "minima_step",  # vectors that one call of it serves; divides ``step``
+    "groups",  # of columns that share a minimum
+    "sums",  # float32 (vectors, groups): each vector's sum over each group
     "matrix",  # `lowbit.kernels.packed.OPERAND_FIELDS` fields
     *("",) * (OPERAND_FIELDS - 1),
 )
 """int64 each, in order."""
 
-X, PREPARED, AUX, X_BYTES, PREPARED_BYTES, AUX_BYTES, OUT, ROWS, VECTORS, STEP, BLOCK, SPLITS, SCRATCH, MATRIX = range(
-    14
-)
+X, PREPARED, AUX, X_BYTES, PREPARED_BYTES, AUX_BYTES, OUT, ROWS, VECTORS, STEP, BLOCK, SPLITS, SCRATCH = range(13)
+MINIMA, ADD_MINIMA, MINIMA_STEP, GROUPS, SUMS, MATRIX = range(13, 19)

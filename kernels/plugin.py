@@ -291,6 +291,32 @@ def softmax_tile(
 
 
 @intrinsic
+def add_minima(
+    typingctx: Any,
+    function: Any,
+    scales: Any,
+    minima: Any,
+    first: Any,
+    count: Any,
+    groups: Any,
+    sums: Any,
+    out: Any,
+    stride: Any,
+) -> Any:
+    """What minima add to a few vectors' products, by the function at an address; see `lowbit.kernels.cpu.minima`."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        from .cpu.minima import ADD_MINIMA
+
+        target = builder.inttoptr(args[0], ADD_MINIMA.as_pointer())
+        scales_, minima_, sums_, out_ = (_pointer(builder, args[i]) for i in (1, 2, 6, 7))
+        builder.call(target, [scales_, minima_, *args[3:6], sums_, out_, args[8]])
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 9), codegen
+
+
+@intrinsic
 def load_element(typingctx: Any, operand: Any, head: Any, t: Any, d: Any) -> Any:
     """The float32 value of element (head, t, d): any layout, one element at a time."""
     if isinstance(operand, DispatchedType):

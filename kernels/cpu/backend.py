@@ -20,6 +20,7 @@ from .isa import Isa, detect, isa_named
 from .kernel import CpuKernel
 from .keys import Preparation, dotted_per_iteration, emit_dot_tile, preparation
 from .machine import assembly
+from .minima import MinimaSpec, emit_add_minima
 from .objects import toolchain
 from .softmax import SoftmaxSpec, emit_softmax_tile
 from .spec import TileSpec
@@ -117,9 +118,11 @@ def _preparer(spec: TileSpec, tables: Preparation) -> int:
     return named(prepare_symbol(spec, tables), spec.isa, lambda: prepare_text(spec, tables))
 
 
-def _text(spec: TileSpec | SoftmaxSpec) -> str:
+def _text(spec: TileSpec | SoftmaxSpec | MinimaSpec) -> str:
     module = ir.Module(name="lowbit")
-    if isinstance(spec, SoftmaxSpec):
+    if isinstance(spec, MinimaSpec):
+        emit_add_minima(module, spec)
+    elif isinstance(spec, SoftmaxSpec):
         emit_softmax_tile(module, spec)
     elif spec.role == "k":
         emit_dot_tile(module, spec)
@@ -129,13 +132,13 @@ def _text(spec: TileSpec | SoftmaxSpec) -> str:
 
 
 @functools.lru_cache(None)
-def _loaded(spec: TileSpec | SoftmaxSpec) -> int:
+def _loaded(spec: TileSpec | SoftmaxSpec | MinimaSpec) -> int:
     """Address of the function, which stays for the life of the process."""
     return emitted(spec, lambda: _text(spec))
 
 
-def tile_address(spec: TileSpec) -> int:
-    """Address of a tile function, valid for the life of the process."""
+def tile_address(spec: TileSpec | SoftmaxSpec | MinimaSpec) -> int:
+    """Address of an emitted function, valid for the life of the process."""
     return _loaded(spec)
 
 
