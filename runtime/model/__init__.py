@@ -1,0 +1,1 @@
+"""Decoding with a real model, read from a GGUF file."""
