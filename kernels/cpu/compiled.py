@@ -57,7 +57,8 @@ def operator(name: str, isa: Isa) -> int:
     Parameters
     ----------
     name : str
-        ``attend``, ``qk``, ``sv`` or ``gemv``, or ``merge_attend`` or ``merge_sv``, whose indices are heads.
+        ``attend``, ``qk``, ``sv`` or ``gemv``; ``merge_attend`` or ``merge_sv``, whose indices are heads; ``append``,
+        see `lowbit.kernels.append`; or a stage of `lowbit.kernels.rowwise`.
     isa : Isa
     """
     symbol = f"lowbit_{name}"
@@ -71,7 +72,7 @@ def operator(name: str, isa: Isa) -> int:
 
 
 def _task(name: str) -> Any:
-    from .. import gemv, operators
+    from .. import append, gemv, operators, rowwise
     from ..plugin import DispatchedType
 
     operand = DispatchedType()
@@ -84,6 +85,10 @@ def _task(name: str) -> Any:
             return operators.build_sv(operand)
         case "gemv":
             return gemv.build_gemv(operand)
+        case "append":
+            return append.build_append()
+        case "embed" | "normalise" | "ready" | "rotate" | "gate" | "multiply":
+            return rowwise.BUILDERS[name]()
     return operators.build_merge(name.removeprefix("merge_"))
 
 
