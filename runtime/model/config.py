@@ -16,7 +16,7 @@ from .rope import FACTORS, Rope
 EMBEDDING, HEAD, LAST_NORM = "token_embd.weight", "output.weight", "output_norm.weight"
 
 ADJACENT_PAIRS = ("llama",)
-"""Architectures whose files order rows of Q and K so that channels 2i and 2i + 1 of a head are a pair of the rotation."""
+"""Architectures whose files order rows of Q and K so that channels 2i and 2i + 1 of a head are rotated as a pair."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """A GGUF file: typed look-ups of its metadata, and its tensors' bytes a few rows at a time.
 
-Bytes are read into buffers, never mapped, so that what has been read takes no memory once it is dropped, and a file that
-is cut short while it is read leads to an error instead of a signal.
+Bytes are read into buffers, never mapped, so that what has been read takes no memory once it is dropped, and a file
+that is cut short while it is read leads to an error instead of a signal.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The head of a GGUF file: its metadata, and which tensors lie where.
 
-A file is not trusted. Every count is compared with what the file can hold before it is acted on, so that damage leads to
-`ModelError` soon, and never to a large allocation. Arrays stay in the file until somebody asks for them: a tokenizer's
-hundred thousand strings are most of a head, and few callers want them.
+A file is not trusted. Every count is compared with what the file can hold before it is acted on, so that damage leads
+to `ModelError` soon, and never to a large allocation. Arrays stay in the file until somebody asks for them: a
+tokenizer's hundred thousand strings are most of a head, and few callers want them.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ class Weight:
         The tensor's name, or several joined by ``+``.
     rows, columns : int
     quantized : Quantized
-        ``int4`` or ``int8`` codes of shape (1, rows, columns) and their scales, which may be negative. Codes of int4 are
-        −8 … 7.
+        ``int4`` or ``int8`` codes of shape (1, rows, columns) and their scales, which may be negative. Codes of int4
+        are −8 … 7.
     minima : ndarray of float16, shape (rows, groups), or None
         With them (int4 only) a value is scale · (code + 8) + minimum, without scale · code.
     """
@@ -52,13 +52,15 @@ class Weight:
 
     def dequantize(self) -> NDArray[np.float64]:
         """The values that codes, scales and minima stand for, exactly, shape (rows, columns)."""
+        values: NDArray[np.float64] = self.quantized.dequantize()[0]
         if self.minima is None:
-            return self.quantized.dequantize()[0]
+            return values
         scales, minima = (
             np.repeat(each.astype(np.float64), GROUP, axis=1)[:, : self.columns]
             for each in (self.quantized.scales[0], self.minima)
         )
-        return scales * (self.quantized.codes[0].astype(np.float64) + 8) + minima
+        values = scales * (self.quantized.codes[0].astype(np.float64) + 8) + minima
+        return values
 
 
 def weight_format(file: GgufFile, name: str) -> str:
@@ -136,7 +138,7 @@ def vector(file: GgufFile, name: str, row_order: RowOrder | None = None) -> NDAr
     """A tensor of one row, such as a norm's weights or a bias: float32 (columns,). ``row_order`` is of its elements."""
     if file.tensor(name).rows != 1:
         raise file.error(f"tensor {name!r} must be a vector")
-    values = exact(file, name)[0]
+    values: NDArray[np.float32] = exact(file, name)[0]
     return values if row_order is None else values[row_order]
 
 
