@@ -95,6 +95,18 @@ class TrustError(LowbitError):
     exit_status = 10
 
 
+class CacheFullError(LowbitError):
+    """More tokens than a cache, or a model's context, has room for."""
+
+    exit_status = 11
+
+
+class CacheFileError(LowbitError):
+    """A saved cache that cannot be read, is altered, or is another model's."""
+
+    exit_status = 12
+
+
 def poisoned(error: BaseException) -> bool:
     """Whether the process that met ``error``, or what caused it, must end before the GPU can be used again."""
     seen: BaseException | None = error

@@ -54,3 +54,19 @@ def stored(draw, formats=FORMATS, folds=True):
     if layout.row_codes(tokens, channels) % layout.packing.block_codes:
         layout = layout.with_packing(packings("int8")[0])
     return layout, tokens, channels
+
+
+@st.composite
+def growing(draw, head_dim, formats=FORMATS):
+    """A layout of ``head_dim`` channels whose storage grows along tokens."""
+    tokens, *rest = chain("T", draw(_EXTENTS))
+    factors = (tokens, *draw(st.permutations(rest + chain("D", draw(_EXTENTS)))))
+    # A packing block of 64 codes fits few rows.
+    fitting = [
+        p for f in formats for p in packings(f) if Layout(factors, p).row_codes(32, head_dim) % p.block_codes == 0
+    ]
+    if not fitting:
+        return draw(growing(head_dim, formats))
+    packing = draw(st.sampled_from(fitting))
+    step = 2 if packing.format == "fp16" else 1
+    return Layout(factors, packing, step * draw(st.sampled_from([0, 0, 1, 32])))
