@@ -46,6 +46,9 @@ K, V = FIELDS.index("k_bits"), FIELDS.index("v_bits")
 BITS, LARGEST, OFFSET, WORDS, WORDS_STRIDE, SCALES, SCALES_STRIDE, TABLE, PERIOD, PERIOD_BYTES = range(len(ROLE))
 """Of a role, counted from `K` or `V`."""
 
+MOST_TOKENS_OF_A_ROW = 1 << 12
+MOST_ROW_BYTES = 1 << 28
+
 
 def check_appendable(layout: Layout, head_dim: int) -> None:
     """Raise unless tokens can be appended to storage of ``layout`` without knowing how many will come.
@@ -53,12 +56,16 @@ def check_appendable(layout: Layout, head_dim: int) -> None:
     Raises
     ------
     LayoutError
-        If tokens are not outermost, storage folds, or rows are no whole packing blocks.
+        If tokens are not outermost, storage folds, or rows are no whole packing blocks or too long.
     """
     outermost = layout.factors[0]
     if outermost.axis != TOKEN or outermost.block or layout.fold_rows:
         raise LayoutError(f"{layout.name}: a cache grows along tokens, which must be outermost and not folded")
-    layout.pitch_bytes(layout.unit(TOKEN), head_dim)
+    if layout.unit(TOKEN) > MOST_TOKENS_OF_A_ROW or layout.pitch_bytes(layout.unit(TOKEN), head_dim) > MOST_ROW_BYTES:
+        raise LayoutError(
+            f"{layout.name}: a row of a cache's storage holds at most {MOST_TOKENS_OF_A_ROW} tokens and "
+            f"{MOST_ROW_BYTES} bytes"
+        )
 
 
 @functools.lru_cache(maxsize=256)
@@ -75,12 +82,10 @@ def places(layout: Layout, head_dim: int) -> NDArray[np.int32]:
     Raises
     ------
     LayoutError
-        See `check_appendable`; also if a row is longer than the numbers reach.
+        See `check_appendable`.
     """
     check_appendable(layout, head_dim)
     period = layout.unit(TOKEN)
-    if layout.pitch_bytes(period, head_dim) >= 1 << 30:
-        raise LayoutError(f"{layout.name}: a row of storage is longer than 1 GiB")
     byte, shift = layout.address(np.arange(period)[:, None], np.arange(head_dim)[None, :], period, head_dim)
     table = np.ascontiguousarray(2 * byte + shift // 4, np.int32)
     table.flags.writeable = False

@@ -6,6 +6,8 @@ segments; rolling back shortens the last one.
 
 from __future__ import annotations
 
+from os import PathLike
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -289,12 +291,58 @@ class KVCache:
             window=self.window,
             segment_tokens=self.segment_tokens,
         )
-        other._adopt(self.segments, self.length)
+        other.adopt(self.segments, self.length)
         return other
+
+    def adopt(self, segments: tuple[Segment, ...], length: int) -> None:
+        """Take over ``segments``, which end at ``length``; for a cache that is empty."""
+        self.length = self._start = length
+        for each in segments:
+            each.storage.owners.add(self)
+        if segments:
+            self._sealed, tail = segments[:-1], segments[-1]
+            self._tail, self._start = tail.storage, tail.start
+            tail.storage.describe(self.jobs)
+        self._changed()
 
     def tokens_in(self, storage: Storage) -> int:
         """Tokens of ``storage`` that this cache sees."""
         return next((each.tokens for each in self.segments if each.storage is storage), 0)
+
+    # -- files ----------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the cache to one file, in the safetensors format; replaces one that is there, at once or not at all.
+
+        Raises
+        ------
+        CacheFileError
+            If the file cannot be written.
+        """
+        from .cache_file import save
+
+        save(self, path)
+
+    @classmethod
+    def restore(cls, path: str | PathLike[str], *, shape: Shape | None = None, capacity: int | None = None) -> KVCache:
+        """The cache that a file holds; it goes on as the saved one would have.
+
+        Parameters
+        ----------
+        path : path of a file
+        shape : Shape, optional
+            Layers, heads and channels that the cache must have.
+        capacity : int, optional
+            Most tokens of the sequence, if not as many as the saved cache had room for.
+
+        Raises
+        ------
+        CacheFileError
+            If the file cannot be read, is no saved cache or altered, or holds another shape or too many tokens.
+        """
+        from .cache_file import restore
+
+        return restore(cls, path, shape, capacity)
 
     # -- segments -------------------------------------------------------------------------------------------------
 
@@ -356,17 +404,6 @@ class KVCache:
         self._drop_at = NEVER
         if self.window and self._sealed:
             self._drop_at = self._sealed[0].stop + self.window - 1 + ROLLBACK_TOKENS
-
-    def _adopt(self, segments: tuple[Segment, ...], length: int) -> None:
-        """Begin with ``segments``, which end at ``length``."""
-        self.length = self._start = length
-        for each in segments:
-            each.storage.owners.add(self)
-        if segments:
-            self._sealed, tail = segments[:-1], segments[-1]
-            self._tail, self._start = tail.storage, tail.start
-            tail.storage.describe(self.jobs)
-        self._changed()
 
     def _storages(self) -> list[Storage]:
         return [*(each.storage for each in self.segments), *self._free]

@@ -41,8 +41,8 @@ class Reservation:
             return
         try:
             self._room = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            raise MemoryError(f"cannot reserve {nbytes} bytes: {error.strerror}") from None
+        except (OSError, OverflowError, ValueError) as error:
+            raise MemoryError(f"cannot reserve {nbytes} bytes: {error}") from None
         self.bytes = np.frombuffer(self._room, np.uint8)[:nbytes]
         advice = getattr(mmap, "MADV_HUGEPAGE" if huge else "MADV_NOHUGEPAGE", None)
         if advice is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Protocol
 from weakref import WeakSet
 
 import numpy as np
@@ -18,8 +18,6 @@ from ..kernels.packed import SLACK_BYTES, TOKEN_BLOCK, PackedTensor
 from ..kernels.problem import GROUP
 from ..kernels.quantize import LARGEST_CODE
 from .reservation import Reservation
-
-Role = Literal["k", "v"]
 
 LINE_BYTES = 64
 PAGE_BYTES = 4096
@@ -42,7 +40,7 @@ class KVLayout:
     def name(self) -> str:
         return f"k: {self.k.name}, v: {self.v.name}"
 
-    def of(self, role: Role) -> Layout:
+    def of(self, role: str) -> Layout:
         return self.k if role == "k" else self.v
 
 
@@ -130,7 +128,7 @@ class Storage:
 
     def used_bytes(self, role: str, part: str, tokens: int) -> int:
         """Bytes that the first ``tokens`` of a head take: whole storage rows of words, whole blocks of scales."""
-        layout, head_dim = (self.layout.k if role == "k" else self.layout.v), self.shape.head_dim
+        layout, head_dim = self.layout.of(role), self.shape.head_dim
         if part == "words":
             return -(-tokens // layout.unit("T")) * layout.pitch_bytes(self.capacity, head_dim)
         return -(-tokens // TOKEN_BLOCK) * TOKEN_BLOCK * 2 * scale_groups(layout, head_dim)
@@ -185,7 +183,7 @@ class Storage:
             jobs[:, first + fields.WORDS] = layers + self._parts[role, "words"].start
             jobs[:, first + fields.SCALES] = layers + self._parts[role, "scales"].start
 
-    def _operands(self, role: Role) -> tuple[PackedTensor, ...]:
+    def _operands(self, role: str) -> tuple[PackedTensor, ...]:
         shape, words, scales = self.shape, self._parts[role, "words"], self._parts[role, "scales"]
         result = []
         for layer in range(shape.layers):
@@ -228,7 +226,7 @@ class Segment:
     def layout(self) -> KVLayout:
         return self.storage.layout
 
-    def operand(self, role: Role, layer: int) -> PackedTensor:
+    def operand(self, role: str, layer: int) -> PackedTensor:
         """Keys or values of one layer, no more tokens than are seen."""
         operands = self.storage.k if role == "k" else self.storage.v
         return replace(operands[layer], tokens=self.tokens)
@@ -243,7 +241,7 @@ def _parts(shape: Shape, layout: KVLayout, capacity: int) -> dict[tuple[str, str
     parts = {}
     at = 0
     for role in ("k", "v"):
-        mine = layout.k if role == "k" else layout.v
+        mine = layout.of(role)
         check_appendable(mine, shape.head_dim)
         words = mine.head_bytes(capacity, shape.head_dim)
         scales = capacity * scale_groups(mine, shape.head_dim) * 2
