@@ -143,6 +143,7 @@ def weigh(
     job: Any,
     row: Any,
     start: Any,
+    stop: Any,
     count: Any,
     scores: Any,
     stride: Any,
@@ -151,16 +152,19 @@ def weigh(
     step: Any,
     head_dim: Any,
 ) -> None:
-    """Turn ``step`` rows of scores of the tokens from position ``start`` on into weights, hidden tokens left out."""
+    """Turn ``step`` rows of scores of ``count`` tokens from position ``start`` on into weights.
+
+    Tokens that a query does not see count for nothing, nor does what lies from ``stop`` on, where the segment ends.
+    """
     tokens, query_rows, window = peek(job, TOKENS), peek(job, QUERY_ROWS), peek(job, WINDOW)
     function, cap = peek(job, SOFTMAX), load_f32(job, 2 * CAP)
     least = max(tokens - query_rows + 1, 1)
-    if start + count <= least and (window == 0 or tokens - window <= start):
+    if start + count <= min(least, stop) and (window == 0 or tokens - window <= start):
         softmax_tile(function, scores, stride, step, 0, count, count, state, out, head_dim, cap)
         return
     for i in range(step):
         limit = max(tokens - query_rows + 1 + (row + i) % query_rows, 1)
-        last = min(limit - start, count)
+        last = min(min(limit, stop) - start, count)
         first = 0
         if window > 0:
             first = max(limit - window - start, 0)
@@ -247,7 +251,7 @@ def build_attend(k: OperandType, v: OperandType) -> Any:
             scores = aux + padded(all_rows * 8 * aux_count, 64)
             scratch = scores + padded(4 * step * block, 64)
             prepare(job, segment, head, x, aux, all_rows, scratch)
-            skipped = unseen_blocks(job, segment)
+            skipped, seen = unseen_blocks(job, segment), position + peek(segment, SEEN)
             end = min((skipped + high) * TOKEN_BLOCK, peek(segment, SEEN))
             for start in range((skipped + low) * TOKEN_BLOCK, end, block):
                 count = padded(min(block, end - start), TOKEN_BLOCK)
@@ -255,7 +259,9 @@ def build_attend(k: OperandType, v: OperandType) -> Any:
                     row_x, row_aux = x + row * order_count * element, aux + row * 8 * aux_count
                     row_out = out + 4 * row * head_dim
                     dot_tile(keys, head, start, count, row_x, row_aux, scores, block)
-                    weigh(job, row, position + start, count, scores, block, state + 8 * row, row_out, step, head_dim)
+                    weigh(
+                        job, row, position + start, seen, count, scores, block, state + 8 * row, row_out, step, head_dim
+                    )
                     accumulate_tile(values, head, start, count, scores, block, scratch, row_out, head_dim)
         record = peek(job, PARTIALS) + 4 * index * rows * (2 + head_dim)
         for i in range(2 * rows):
