@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -173,6 +173,4 @@ def _known(store: Store, device: str, threads: int, cache_bytes: int) -> CpuPric
 
 def _as_timed(features: AnyFeatures, protocol: str, cache_bytes: int) -> Features:
     seen = cast(Features, features)
-    if protocol == "warm":
-        return seen
-    return replace(seen, working_set_bytes=max(seen.working_set_bytes, 2 * cache_bytes))
+    return seen if protocol == "warm" else seen.from_memory(cache_bytes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from ..kernels.candidate import Candidate
@@ -55,6 +55,16 @@ class Features:
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON; `from_dict` is the inverse."""
         return {**vars(self), "instructions": dict(self.instructions)}
+
+    def from_memory(self, cache_bytes: int) -> Self:
+        """The same call with operands that no cache holds, however small they are.
+
+        Parameters
+        ----------
+        cache_bytes : int
+            The device's largest cache.
+        """
+        return replace(self, working_set_bytes=max(self.working_set_bytes, 2 * cache_bytes))
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:

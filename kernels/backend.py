@@ -140,6 +140,13 @@ class Backend(ABC):
     def baseline(self, problem: Problem, threads: int) -> Candidate:
         """Row-major storage dequantised to float in the hot loop: what speed-ups are quoted against."""
 
+    def untuned(self, problem: Problem, threads: int) -> Iterator[Candidate]:
+        """What to run where nothing was tuned: candidates that should compile, the most promising first.
+
+        None of them is measured or counted: a rule of thumb for devices of this kind. The baseline comes last.
+        """
+        yield self.baseline(problem, threads)
+
     @abstractmethod
     def compile(self, problem: Problem, candidate: Candidate) -> Kernel:
         """Compile, or raise `CompileError` with a reason."""

@@ -20,6 +20,7 @@ GROUP = 32
 """Channels that share one fp16 scale."""
 
 MAX_QUERY_ROWS = 16
+MOST_TOKENS = 1 << 24
 MOST_HEADS = 4096
 MOST_COLUMNS = 1 << 17
 LARGEST_SOFTCAP = 1e30
@@ -222,6 +223,6 @@ def check_tokens(tokens: int, name: str = "tokens") -> int:
     """Return ``tokens`` if it is a context length, or a matrix's number of ``rows``, else raise `ProblemError`."""
     if isinstance(tokens, bool) or not isinstance(tokens, Integral):
         raise ProblemError(f"{name} must be a whole number, not {tokens!r}")
-    if not 1 <= tokens <= 1 << 24:
-        raise ProblemError(f"{name} must be 1 to {1 << 24}, not {tokens}")
+    if not 1 <= tokens <= MOST_TOKENS:
+        raise ProblemError(f"{name} must be 1 to {MOST_TOKENS}, not {tokens}")
     return int(tokens)

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import log2
+from itertools import combinations, pairwise
+from math import isqrt, log2
 
 from ..db.records import Winner
 from ..kernels.candidate import Candidate
-from ..kernels.problem import Problem
+from ..kernels.problem import MOST_TOKENS, Problem
 
-HOW = ("exact", "nearest", "family", "other_device", "default")
+HOW = ("exact", "nearest", "family", "other_device", "predicted", "default")
 """In order of preference. ``exact``: a winner's token range holds the context length. ``nearest``: another length of
 the same problem. ``family``: the same operator, precision and head dimension with other heads, query rows, window or
 soft-cap, or a matrix with other columns. ``other_device``: any of these from a device of the same instruction set.
-``default``: the untuned baseline."""
+``predicted``: nothing like it was tuned, but the database has a cost model of this device and counts of code that price
+untuned candidates. ``default``: what usually wins on devices of this kind, and the baseline if that does not
+compile."""
+
+UNTUNED_LENGTHS = (128, 512, 2048, 8192, 32768, 131_072, 524_288)
+"""Context lengths for which untuned candidates are priced: others take the nearest one's."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +30,7 @@ class Choice:
     Attributes
     ----------
     winner : Winner or None
-        The stored choice; None for the default.
+        The stored choice; None for what is ``predicted`` and for the default.
     candidate : Candidate
         What to compile. Differs from the winner's only in threads, if another device had more cores.
     how : str
@@ -67,6 +73,31 @@ class Pools:
     same: tuple[Entry, ...]
     family: tuple[Entry, ...]
     others: tuple[Entry, ...]
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Context lengths at which the order of choices may change, the first one 1.
+
+        It does where a range begins or ends, and halfway in log space between two tuned lengths. Halfway marks are
+        rows of their own, for there names decide.
+        """
+        found = {1}
+        lengths = set()
+        for entry in (*self.same, *self.family, *self.others):
+            found.add(entry.winner.tokens_from)
+            if entry.winner.tokens_to is not None:
+                found.add(entry.winner.tokens_to + 1)
+            lengths.add(entry.winner.tokens)
+        for low, high in (*combinations(sorted(lengths), 2), *pairwise(UNTUNED_LENGTHS)):
+            middle = isqrt(low * high)
+            found.update((middle, middle + 1, middle + 2))
+        return tuple(sorted(start for start in found if start <= MOST_TOKENS))
+
+
+def untuned_length(tokens: int) -> int:
+    """The one of `UNTUNED_LENGTHS` that is nearest in log space."""
+    distances = {length: abs(log2(length / tokens)) for length in UNTUNED_LENGTHS}
+    return min(distances, key=distances.__getitem__)
 
 
 def related(one: Problem, other: Problem) -> bool:

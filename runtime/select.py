@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,8 +19,10 @@ from ..db.store import Store
 from ..kernels.backend import Backend, Kernel, backend_named
 from ..kernels.candidate import Candidate, Schedule
 from ..kernels.errors import CompileError, DeviceError, LayoutError, NoWinnerError, ProblemError
-from ..kernels.problem import USER, Problem, check_tokens
-from .choice import Choice, Entry, Pools, distance, ranked, related
+from ..kernels.problem import USER, Problem
+from .choice import Choice, Entry, Pools, distance, ranked, related, untuned_length
+from .stored_model import StoredModel, stored_model
+from .table import SelectTable
 
 if TYPE_CHECKING:
     from ..costmodel.device import Device
@@ -27,6 +30,10 @@ if TYPE_CHECKING:
 
 SHIPPED_CODE = "lowbit.runtime.cuda_kernel.load_kernel"
 """What runs a GPU's winners without compiling them."""
+
+
+MOST_PREDICTED = 3
+"""Predicted candidates that are tried, if those before them do not compile."""
 
 
 class FallbackWarning(UserWarning):
@@ -61,11 +68,12 @@ class Database:
         for key in {winner.problem for winner in winners}:
             with suppress(ProblemError):  # A later release may know operators that this one does not.
                 self._problems[key] = Problem.parse(key)
-        self._pools: dict[tuple[str, Problem], Pools] = {}
+        self._tables: dict[tuple[str, Problem], SelectTable] = {}
+        self._own: dict[Problem | str, SelectTable] = {}
         self._kernels: dict[tuple[str, Problem, str], Kernel] = {}
-        self._refused: dict[tuple[Problem, str], str] = {}
         self._announced: set[Problem] = set()
         self._backends: dict[str, Backend] = {}
+        self._models: dict[str, StoredModel | None] = {}
         self._toolchains: dict[str, str | None] = {}
         self._lock = threading.Lock()
 
@@ -95,25 +103,42 @@ class Database:
         KernelError
             If the problem is one of somebody's own kernel that this process has not imported.
         """
-        problem = _problem(problem)
-        device = device or self._fingerprint
-        self._require_here(device)
-        skipped: dict[str, str] = {}
-        for choice in self._choices(problem, check_tokens(tokens), device):
-            name = choice.candidate.name
-            reason = self._refused.get((problem, name))
-            if reason is None:
-                try:
-                    kernel = self._kernel(problem, choice.candidate, device)
-                except (CompileError, LayoutError) as error:
-                    if choice.how == "default":
-                        raise
-                    reason = self._refused[problem, name] = str(error)
-            if reason is None:
-                self._announce(problem, tokens, choice, skipped, device)
-                return kernel
-            skipped[name] = reason
-        raise AssertionError("the default comes last and is never refused")
+        table = self._own.get(problem) if device is None else None
+        kernel = None if table is None else table.ready(tokens)
+        if kernel is not None:
+            return kernel
+        self._require_here(device or self._fingerprint)
+        return self.table(problem, device).select(tokens)
+
+    def table(self, problem: Problem | str, device: str | None = None) -> SelectTable:
+        """What `select` and `choose` look up: the choices for ``problem`` at every context length.
+
+        Raises
+        ------
+        ProblemError
+            For a malformed key.
+        """
+        own = self._own.get(problem) if device is None else None
+        if own is not None:
+            return own
+        known, fingerprint = _problem(problem), device or self._fingerprint
+        with self._lock:
+            table = self._tables.get((fingerprint, known))
+            if table is None:
+                table = self._tables[fingerprint, known] = self._table(known, fingerprint)
+            if device is None:
+                self._own[problem] = table
+        return table
+
+    def _table(self, problem: Problem, device: str) -> SelectTable:
+        pools = self._pools_of(problem, device)
+        return SelectTable(
+            problem,
+            pools.starts,
+            lambda tokens: self._choices(problem, pools, tokens, device),
+            lambda candidate: self._kernel(problem, candidate, device),
+            lambda tokens, choice, skipped: self._announce(problem, tokens, choice, skipped, device),
+        )
 
     def choose(self, problem: Problem | str, tokens: int, device: str | None = None) -> Choice:
         """What `select` would try to compile first: microseconds, once a problem has been asked for.
@@ -123,9 +148,7 @@ class Database:
         ProblemError
             For a malformed key or ``tokens`` out of range.
         """
-        problem = _problem(problem)
-        choices = self._choices(problem, check_tokens(tokens), device or self._fingerprint)
-        return next(choice for choice in choices if (problem, choice.candidate.name) not in self._refused)
+        return self.table(problem, device).choose(tokens)
 
     def winner(self, problem: Problem | str, tokens: int, device: str | None = None) -> Winner:
         """The stored winner that `choose` falls on.
@@ -133,7 +156,7 @@ class Database:
         Raises
         ------
         NoWinnerError
-            If it falls on the default.
+            If it falls on nothing that was tuned.
         ProblemError
             For a malformed key or ``tokens`` out of range.
         """
@@ -204,15 +227,33 @@ class Database:
             raise DeviceError(f"no {self._backend_name} GPU is in this machine: name the device to choose for")
         return gpu.fingerprint
 
-    def _choices(self, problem: Problem, tokens: int, device: str) -> Iterator[Choice]:
+    def _choices(self, problem: Problem, pools: Pools, tokens: int, device: str) -> Iterator[Choice]:
         """Every choice, best first, with the default at the end."""
-        yield from ranked(self._pools_of(problem, device), tokens)
-        yield Choice(None, self._backend_for(problem, device).baseline(problem, self._machine.cores), "default")
+        yield from ranked(pools, tokens)
+        yield from self._untuned(problem, tokens, device)
+
+    def _untuned(self, problem: Problem, tokens: int, device: str) -> Iterator[Choice]:
+        """By prediction where that can be had, then by a rule of thumb."""
+        backend, threads = self._backend_for(problem, device), self._machine.cores
+        model = self._model(problem, device, backend)
+        if model is not None:
+            prices = model.prices_us(problem, backend.untuned(problem, threads), untuned_length(tokens))
+            for candidate in sorted(prices, key=prices.__getitem__)[:MOST_PREDICTED]:
+                yield Choice(None, candidate, "predicted")
+        default, last = next(backend.untuned(problem, threads)), backend.baseline(problem, threads)
+        for candidate in dict.fromkeys((default, last)):
+            yield Choice(None, candidate, "default")
+
+    def _model(self, problem: Problem, device: str, backend: Backend) -> StoredModel | None:
+        """A CPU's; what prices GPUs is not shipped."""
+        name = self._compiles(problem, device)
+        if name != "cpu":
+            return None
+        if device not in self._models:
+            self._models[device] = stored_model(self.path, backend, device, self._isa(device), self._machine.cores)
+        return self._models[device]
 
     def _pools_of(self, problem: Problem, device: str) -> Pools:
-        known = self._pools.get((device, problem))
-        if known is not None:
-            return known
         isa = self._isa(device)
         same: list[Entry] = []
         family: list[Entry] = []
@@ -227,8 +268,7 @@ class Database:
             if entry is not None:
                 pool = others if winner.device != device else same if stored == problem else family
                 pool.append(entry)
-        pools = self._pools[device, problem] = Pools(tuple(same), tuple(family), tuple(others))
-        return pools
+        return Pools(tuple(same), tuple(family), tuple(others))
 
     def _entry(self, problem: Problem, winner: Winner, stored: Problem, device: str) -> Entry | None:
         try:
@@ -252,19 +292,26 @@ class Database:
         return kernel
 
     def _announce(self, problem: Problem, tokens: int, choice: Choice, skipped: Mapping[str, str], device: str) -> None:
-        if (choice.how == "exact" and not choice.stale and not skipped) or problem in self._announced:
+        if choice.how == "exact" and not choice.stale and not skipped:
             return
-        self._announced.add(problem)
+        with self._lock:
+            if problem in self._announced:
+                return
+            self._announced.add(problem)
         message = f"{problem.key} at {tokens} {problem.length_name}: {self._reason(problem, choice, device)}"
         if skipped:
             reasons = ", ".join(f"{name} ({reason})" for name, reason in skipped.items())
             message += f"; skipped what does not compile here: {reasons}"
-        warnings.warn(message, FallbackWarning, stacklevel=3)
+        warnings.warn(message, FallbackWarning, stacklevel=_callers_level())
 
     def _reason(self, problem: Problem, choice: Choice, device: str) -> str:
         winner = choice.winner
         if winner is None:
-            used = f"{self.path} has nothing that fits; using the untuned baseline, {choice.candidate}"
+            baseline = self._backend_for(problem, device).baseline(problem, self._machine.cores)
+            what = "the untuned baseline" if choice.candidate == baseline else "what usually wins, untuned"
+            used = f"{self.path} has nothing that fits; using {what}, {choice.candidate}"
+            if choice.how == "predicted":
+                used = f"{self.path} has no winner that fits; using what its cost model likes best, {choice.candidate}"
             return "; ".join([used, *self._elsewhere(problem, device)])
         because = {"exact": "", "nearest": "no winner for this length; "}
         missing = "no winner for this problem here; "
@@ -308,3 +355,12 @@ def open_db(path: str | Path, backend: str = "cpu") -> Database:
 
 def _problem(problem: Problem | str) -> Problem:
     return Problem.parse(problem) if isinstance(problem, str) else problem
+
+
+def _callers_level() -> int:
+    """``stacklevel`` of whoever called into this package's selection."""
+    level, frame = 1, sys._getframe(1)
+    own = __name__, SelectTable.__module__
+    while frame.f_back is not None and frame.f_globals.get("__name__") in own:
+        level, frame = level + 1, frame.f_back
+    return level

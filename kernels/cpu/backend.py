@@ -24,6 +24,7 @@ from .minima import MinimaSpec, emit_add_minima
 from .objects import toolchain
 from .softmax import SoftmaxSpec, emit_softmax_tile
 from .spec import TileSpec
+from .untuned import untuned
 from .values import accumulated_per_iteration, emit_accumulate_tile, scratch_bytes
 
 
@@ -55,6 +56,9 @@ class CpuBackend(Backend):
 
     def baseline(self, problem: Problem, threads: int) -> Candidate:
         return candidates.baseline(problem, self.isa(), threads)
+
+    def untuned(self, problem: Problem, threads: int) -> Iterator[Candidate]:
+        return untuned(problem, self.isa(), threads)
 
     def compile(self, problem: Problem, candidate: Candidate) -> CpuKernel:
         isa = self.isa()
