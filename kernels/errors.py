@@ -95,6 +95,10 @@ class TrustError(LowbitError):
     exit_status = 10
 
 
+class LogitsError(LowbitError, ValueError):
+    """Logits that no token can be drawn from: one is NaN or infinite, or none is possible."""
+
+
 class CacheFullError(LowbitError):
     """More tokens than a cache, or a model's context, has room for."""
 
