@@ -48,6 +48,7 @@ NEUTRAL: dict[str, tuple[float | bool, ...]] = {
     "attention.sliding_window_pattern": (),
     "rope.dimension_sections": (),
     "rope.scaling.alpha": (0.0,),
+    "rope.scaling.yarn_ext_factor": (1.0,),
     "rope.scaling.yarn_log_multiplier": (0.0,),
 }
 """Keys that would change what is computed, and the values with which they do not."""

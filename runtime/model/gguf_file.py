@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from ...kernels.errors import ModelError
 from .gguf_header import SCALARS, STRING, HeaderReader, StoredArray, TensorInfo, shown
 
-CHUNK_BYTES = 1 << 22
-"""About how much of a tensor is read at a time."""
+CHUNK_BYTES = 1 << 20
+"""How much of a tensor is read at a time."""
 
 
 class GgufFile:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .gguf_file import GgufFile
+from .gguf_header import shown
 from .weights import vector
 
 FACTORS = "rope_freqs.weight"
@@ -31,7 +32,6 @@ class Yarn:
     original_context: int
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    strength: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,7 @@ class Rope:
         if self.yarn is not None:
             low = max(math.floor(self._pair_that_turns(self.yarn.beta_fast)), 0)
             high = min(math.ceil(self._pair_that_turns(self.yarn.beta_slow)), self.dims - 1)
-            ramp = np.clip((pair - low) / max(high - low, 0.001), 0.0, 1.0)
-            share = 1.0 - (1.0 - ramp) * self.yarn.strength
+            share = np.clip((pair - low) / max(high - low, 0.001), 0.0, 1.0)
         return np.asarray(plain / self.factor * share + plain * (1.0 - share), np.float32)
 
     def _pair_that_turns(self, turns: float) -> float:
@@ -96,12 +95,13 @@ class Rope:
         base = file.real(key + "freq_base", 10000.0, least=1.0001, largest=1e12)
         kind = file.text(key + "scaling.type", "linear")
         if kind not in ("none", "linear", "yarn"):
-            raise file.error(f"{key}scaling.type {kind!r} is unsupported (supported: none, linear, yarn)")
+            raise file.error(f"{key}scaling.type {shown(kind)} is unsupported (supported: none, linear, yarn)")
         factor = 1.0
         if kind != "none":
             # Files write 0 where they mean that nothing is scaled.
             named = key + "scaling.factor" if key + "scaling.factor" in file else key + "scale_linear"
-            factor = file.real(named, 1.0, least=0.0, largest=LARGEST_FACTOR) or 1.0
+            least = 1.0 if kind == "yarn" else 0.0
+            factor = file.real(named, 1.0, least=least, largest=LARGEST_FACTOR) or 1.0
         scale = file.real(key + "scaling.attn_factor", 1.0, least=1e-3, largest=1e3)
         yarn = None
         if kind == "yarn":
@@ -109,11 +109,9 @@ class Rope:
                 file.integer(key + "scaling.original_context_length", context, largest=1 << 31),
                 file.real(key + "scaling.yarn_beta_fast", 32.0, least=1e-3, largest=1e6),
                 file.real(key + "scaling.yarn_beta_slow", 1.0, least=1e-3, largest=1e6),
-                file.real(key + "scaling.yarn_ext_factor", 1.0, least=0.0, largest=1.0),
             )
-            if yarn.strength:
-                # What llama.cpp does too, even where the file has a yarn_attn_factor.
-                scale *= 1.0 + 0.1 * math.log(max(factor, 1.0))
+            # As llama.cpp does, even where the file has a yarn_attn_factor.
+            scale *= 1.0 + 0.1 * math.log(factor)
         return cls(dims, base, factor, yarn, cls._factors(file, dims), scale)
 
     @staticmethod
