@@ -1,0 +1,189 @@
+"""A decoder read from a GGUF file, whose weights lie in tuned layouts."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from ...kernels.cpu.isa import Isa, detect
+from ...kernels.cpu.pool import allowed_cpus
+from ...kernels.errors import ProblemError
+from ...kernels.problem import Problem
+from ..kvcache import KVCache
+from ..select import Database, FallbackWarning, open_db
+from .config import Config
+from .gguf_file import GgufFile
+from .network import Network, load
+from .session import Session
+from .tuned import Readers, attention_problem
+
+if TYPE_CHECKING:
+    from .tokenizer import Tokenizer
+
+WEIGHTS = ("tuned", "exact")
+
+CACHE_TYPES = {
+    "f16": "fp16", "fp16": "fp16", "q8_0": "w8a8", "int8": "w8a8", "q4_0": "w4a8", "int4": "w4a8",
+}  # fmt: skip
+"""Names of formats of keys and values, llama.cpp's and this project's, and the precision of each."""
+
+
+def cache_precision(name: str) -> str:
+    """The precision that ``name`` of a cache's type stands for.
+
+    Raises
+    ------
+    ProblemError
+        If it is none of `CACHE_TYPES`.
+    """
+    try:
+        return CACHE_TYPES[name.lower()]
+    except KeyError:
+        raise ProblemError(f"unknown cache type {name!r}: choose one of {', '.join(CACHE_TYPES)}") from None
+
+
+class Model:
+    """Weights, tokenizer and tuned choices. Immutable; sessions of one model must not run at the same time.
+
+    Attributes
+    ----------
+    path : Path
+    config : Config
+    network : Network
+    database : Database
+    threads : int
+    isa : Isa
+    weights : str
+        One of `WEIGHTS`.
+    """
+
+    def __init__(
+        self, path: Path, config: Config, network: Network, database: Database, threads: int, isa: Isa, weights: str
+    ) -> None:
+        self.path, self.config, self.network = path, config, network
+        self.database, self.threads, self.isa, self.weights = database, threads, isa, weights
+        self._told: set[str] = set()
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        database: Database | str | Path | None = None,
+        threads: int | None = None,
+        weights: str = "tuned",
+    ) -> Self:
+        """Read a model, and repack its weights.
+
+        Parameters
+        ----------
+        path : path-like
+            A GGUF file of a supported architecture; see `lowbit.runtime.model.config.ARCHITECTURES`.
+        database : Database or path-like, optional
+            Tuned choices. Where there are none, untuned layouts are used, and a `FallbackWarning` says so once.
+        threads : int, optional
+            All cores that this process may use, unless given.
+        weights : str
+            ``tuned`` repacks them as 8-bit or 4-bit codes; ``exact`` keeps float32 numbers, as the file's codes stand
+            for, which is slow and takes four bytes a weight.
+
+        Raises
+        ------
+        ModelError
+            If the file cannot be read, is damaged, or asks for something unsupported.
+        DatabaseError
+            If the database is missing or refused.
+        ProblemError
+            If ``threads`` or ``weights`` is out of range.
+        """
+        if weights not in WEIGHTS:
+            raise ProblemError(f"weights must be one of {', '.join(WEIGHTS)}, not {weights!r}")
+        cores = len(allowed_cpus())
+        if threads is not None and not 1 <= threads <= 256:
+            raise ProblemError(f"threads must be 1 to 256, not {threads}")
+        if database is None:
+            database = Database(Path("no database"), (), {})
+        elif not isinstance(database, Database):
+            database = open_db(database)
+        isa = detect()
+        with GgufFile(path) as file:
+            config = Config.read(file)
+            network = load(file, config, database, isa, weights)
+        model = cls(Path(path), config, network, database, threads or cores, isa, weights)
+        if weights == "tuned":
+            model._tell(matrix_problems(config, network))
+        return model
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """From the file.
+
+        Raises
+        ------
+        ModelError
+            If the file has none, or one of an unsupported kind.
+        """
+        from .tokenizer import Tokenizer
+
+        with GgufFile(self.path) as file:
+            return Tokenizer.read(file)
+
+    def session(self, context: int, cache_type_k: str = "f16", cache_type_v: str = "f16") -> Session:
+        """A new sequence.
+
+        Parameters
+        ----------
+        context : int
+            Most tokens of it.
+        cache_type_k, cache_type_v : str
+            Formats of keys and values, one of `CACHE_TYPES` each.
+
+        Raises
+        ------
+        ProblemError
+            For an unknown type, or a context of no tokens.
+        FitError
+            If it would take more memory than is available.
+        """
+        problem = attention_problem(self.config, cache_precision(cache_type_k), cache_precision(cache_type_v))
+        readers = Readers(problem, self.isa, self.threads)
+        choice = self.database.table(problem).choose(min(max(context, 1), 1 << 24))
+        layout = readers.learn(choice.candidate)
+        self._tell([(problem, context)])
+        config = self.config
+        cache = KVCache(config.layers, config.kv_heads, config.head_dim, context, layout, window=config.window)
+        return Session(self, cache, problem, readers)
+
+    def _tell(self, problems: Iterable[tuple[Problem, int]]) -> None:
+        """Warn once of what was not tuned."""
+        missing = []
+        for problem, tokens in problems:
+            choice = self.database.choose(problem, tokens)
+            if choice.how not in ("exact", "nearest") and problem.key not in self._told:
+                self._told.add(problem.key)
+                missing.append(problem.key)
+        if missing:
+            warnings.warn(
+                f"{self.database.path} has no winner for {', '.join(missing)}: using untuned layouts; "
+                f"`autotune --model {self.path}` tunes them",
+                FallbackWarning,
+                stacklevel=3,
+            )
+
+
+def matrix_problems(config: Config, network: Network) -> list[tuple[Problem, int]]:
+    """The distinct problems of a network's packed matrices, with their rows."""
+    from .matrix import PackedMatrix
+
+    found: dict[tuple[Problem, int], None] = {}
+    for layer in network.layers:
+        for each in (*layer.qkv.matrices, layer.output, *layer.gate_up.matrices, layer.down):
+            if isinstance(each, PackedMatrix):
+                found[each.problem, each.rows] = None
+    for each in (network.embedding, network.head):
+        if isinstance(each, PackedMatrix):
+            found[each.problem, each.rows] = None
+    return list(found)

@@ -1,0 +1,197 @@
+"""One sequence being decoded: a cache, and the native programs that extend it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...kernels.errors import CacheFullError, ProblemError
+from ...kernels.problem import Problem
+from ..attention import SegmentedAttention
+from ..kvcache import KVCache
+from .forward import ForwardPass
+from .program import Program
+from .tuned import Readers
+
+if TYPE_CHECKING:
+    from .model import Model
+
+Float32 = NDArray[np.float32]
+
+BLOCK_POSITIONS = 64
+"""Positions of a prompt that pass through the network together: enough that matrices are read a small part of the
+time, and few enough that what they become stays in a core's own cache."""
+
+KEPT_PASSES = 6
+"""Passes of different sizes that a session keeps."""
+
+
+class Session:
+    """Made by `Model.session`. Not safe to use from several threads at a time; sessions of one model take turns.
+
+    Attributes
+    ----------
+    model : Model
+    cache : KVCache
+    context : int
+        Most tokens.
+    """
+
+    def __init__(self, model: Model, cache: KVCache, problem: Problem, readers: Readers) -> None:
+        self.model, self.cache = model, cache
+        self.context = cache.capacity
+        self._problem, self._readers = problem, readers
+        self._forward: dict[tuple[int, str], ForwardPass] = {}
+        self._table = model.database.table(problem)
+
+    @property
+    def length(self) -> int:
+        """Tokens so far."""
+        return self.cache.length
+
+    def prefill(self, tokens: Sequence[int] | NDArray[np.integer]) -> Float32:
+        """Append tokens.
+
+        Parameters
+        ----------
+        tokens : sequence of int
+            At least one.
+
+        Returns
+        -------
+        ndarray of float32, shape (vocabulary,)
+            Logits after the last one; valid until the next call.
+
+        Raises
+        ------
+        CacheFullError
+            If the context has no room for all of them; nothing is appended then.
+        ProblemError
+            If there is none, or one is not in the vocabulary.
+        """
+        given = self._checked(tokens)
+        *_, (_, logits) = self._passes(given, "last")
+        last: Float32 = logits[-1]
+        return last
+
+    def scores(self, tokens: Sequence[int] | NDArray[np.integer]) -> Iterator[tuple[int, Float32]]:
+        """Append tokens, and give the logits after each of them.
+
+        Yields
+        ------
+        first : int
+            Index in ``tokens`` of the first of a few.
+        logits : ndarray of float32, shape (few, vocabulary)
+            Valid until the next ones are asked for.
+
+        Raises
+        ------
+        CacheFullError, ProblemError
+            As `prefill`.
+        """
+        yield from self._passes(self._checked(tokens), "all")
+
+    def step(self, token: int) -> Float32:
+        """Append one token: `prefill` for decoding.
+
+        Raises
+        ------
+        CacheFullError, ProblemError
+            As `prefill`.
+        """
+        if not 0 <= token < self.model.config.vocabulary:
+            raise ProblemError(f"token {token} is none of the {self.model.config.vocabulary} in the vocabulary")
+        if self.cache.length >= self.context:
+            raise self._full(1)
+        last: Float32 = self._pass(np.array([token], np.int32), "last")[-1]
+        return last
+
+    def truncate(self, length: int) -> None:
+        """Forget all tokens from position ``length`` on.
+
+        Raises
+        ------
+        ProblemError
+            If there are not so many tokens.
+        """
+        self.cache.truncate(length)
+
+    def fork(self) -> Session:
+        """A session of the same tokens that shares their memory; each of the two then goes its own way."""
+        return Session(self.model, self.cache.fork(), self._problem, self._readers)
+
+    # -- passes -------------------------------------------------------------------------------------------------------
+
+    def _passes(self, tokens: NDArray[np.int32], scores: str) -> Iterator[tuple[int, Float32]]:
+        """Blocks of tokens, no larger than the cache's last segment has room for; only what is asked for is scored."""
+        done = 0
+        while done < len(tokens):
+            size = min(BLOCK_POSITIONS, len(tokens) - done)
+            before = self.cache.length
+            counted = self.cache.begin(size)
+            wanted = "none" if scores == "last" and done + counted < len(tokens) else scores
+            logits = self._counted_pass(tokens[done : done + counted], wanted, before)
+            yield done, logits
+            done += counted
+
+    def _pass(self, tokens: NDArray[np.int32], scores: str) -> Float32:
+        before = self.cache.length
+        self.cache.begin(len(tokens))
+        return self._counted_pass(tokens, scores, before)
+
+    def _counted_pass(self, tokens: NDArray[np.int32], scores: str, before: int) -> Float32:
+        """A pass over tokens that the cache has counted; what fails, or is interrupted, is forgotten."""
+        try:
+            schedule = self._table.choose(self.cache.length).candidate.schedule
+            forward = self._forward_pass(len(tokens), scores)
+            threads = schedule.threads if len(tokens) == 1 else self.model.threads
+            splits = schedule.splits if len(tokens) == 1 else max(schedule.splits, self._block_splits)
+            forward.run(tokens, splits, min(threads, self.model.threads))
+        except BaseException:
+            self.cache.truncate(before)
+            raise
+        return forward.logits
+
+    @property
+    def _block_splits(self) -> int:
+        """Shares of the context that even out the work of heads over threads."""
+        heads, threads = self.model.config.kv_heads, self.model.threads
+        return 1 if heads % threads == 0 else threads
+
+    def _forward_pass(self, positions: int, scores: str) -> ForwardPass:
+        key = positions, scores
+        forward = self._forward.pop(key, None)
+        if forward is None:
+            model = self.model
+            program = Program(model.isa, model.threads)
+            attention = SegmentedAttention(
+                self.cache, replace(self._problem, query_rows=1), positions, self._readers, model.isa
+            )
+            forward = ForwardPass(model.network, model.config, self.cache, attention, program, scores)
+            while len(self._forward) >= KEPT_PASSES:
+                self._forward.pop(next(iter(self._forward)))
+        self._forward[key] = forward
+        return forward
+
+    # -- checks -------------------------------------------------------------------------------------------------------
+
+    def _checked(self, tokens: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int32]:
+        given = np.asarray(tokens)
+        if given.ndim != 1 or not len(given) or given.dtype.kind not in "iu":
+            raise ProblemError("tokens must be a sequence of at least one whole number")
+        vocabulary = self.model.config.vocabulary
+        strange = (given < 0) | (given >= vocabulary)
+        if strange.any():
+            raise ProblemError(f"token {given[strange][0]} is none of the {vocabulary} in the vocabulary")
+        if self.length + len(given) > self.context:
+            raise self._full(len(given))
+        return given.astype(np.int32)
+
+    def _full(self, count: int) -> CacheFullError:
+        return CacheFullError(
+            f"{self.length} tokens and {count} more do not fit in a context of {self.context}: make it larger"
+        )
