@@ -25,8 +25,12 @@ STAGGER_BYTES = 13 * LINE_BYTES
 """What the distance between heads exceeds whole pages by. Heads then reach the end of a page at different tokens, so
 that none of these waits for a page of every head, and their first bytes lie in different sets of the nearest cache."""
 
-HUGE_FROM_BYTES = 4 << 20
-"""A head's words from which on storage asks for huge pages: half of one is then at most an eighth of what is used."""
+HUGE_FROM_BYTES = 16 << 20
+"""A head's words from which on storage asks for huge pages. The first token commits one for each head, and waits until
+all of them are cleared; here that is at most an eighth of what the storage is reserved for."""
+
+HUGE_STAGGER_BYTES = HUGE_PAGE_BYTES // 16 * 5 + STAGGER_BYTES
+"""The same as `STAGGER_BYTES` where pages are huge."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,7 @@ class Storage:
         self.owners: WeakSet[Owner] = WeakSet()
         self._touched = 0
         self._parts = _parts(shape, layout, capacity)
+        self._tables = {role: places(layout.of(role), shape.head_dim) for role in ("k", "v")}  # jobs point to them
         last = self._parts["v", "scales"]
         self._layer_bytes = -(-(last.start + shape.kv_heads * last.stride) // LINE_BYTES) * LINE_BYTES
         self._huge = all(self._parts[role, "words"].used >= HUGE_FROM_BYTES for role in ("k", "v"))
@@ -166,7 +171,7 @@ class Storage:
         """Write what `lowbit.kernels.append` has to know of each layer's operands into its job, one a row."""
         for first, role, operands in ((fields.K, "k", self.k), (fields.V, "v", self.v)):
             layout = operands[0].layout
-            packing, table = layout.packing, places(layout, self.shape.head_dim)
+            packing, table = layout.packing, self._tables[role]
             values = {
                 fields.BITS: packing.bits,
                 fields.LARGEST: LARGEST_CODE.get(packing.format, 0),
@@ -247,8 +252,12 @@ def _parts(shape: Shape, layout: KVLayout, capacity: int) -> dict[tuple[str, str
         scales = capacity * scale_groups(mine, shape.head_dim) * 2
         for part, used in (("words", words), ("scales", scales)):
             stride = -(-used // LINE_BYTES) * LINE_BYTES
-            if used >= PAGE_BYTES:
-                stride = -(-(used - STAGGER_BYTES) // PAGE_BYTES) * PAGE_BYTES + STAGGER_BYTES
+            for least, page, beyond in (
+                (PAGE_BYTES, PAGE_BYTES, STAGGER_BYTES),
+                (HUGE_FROM_BYTES, HUGE_PAGE_BYTES, HUGE_STAGGER_BYTES),
+            ):
+                if used >= least:
+                    stride = -(-(used - beyond) // page) * page + beyond
             parts[role, part] = _Part(at, stride, used)
             at += shape.kv_heads * stride
     return parts
