@@ -11,10 +11,11 @@ from .commands.calibrate import calibrate
 from .commands.database import db
 from .commands.devices import devices
 from .commands.explain import explain
+from .commands.generate import generate
 from .commands.kernel import kernel
 from .commands.main import autotune
 
-for _command in (bench, cache, calibrate, db, devices, explain, kernel):
+for _command in (bench, cache, calibrate, db, devices, explain, generate, kernel):
     autotune.add_command(_command)
 
 

@@ -31,6 +31,8 @@ Exit status:
   8    the machine was too noisy to measure on
   9    a kernel of your own is declared wrongly, fails, or differs from its reference
   10   machine code in a database that nobody vouched for, or that was changed
+  11   more tokens than the context has room for
+  12   a saved cache that cannot be read, or is another model's
   130  interrupted; what was measured is kept
   141  the reader of the output went away
 """

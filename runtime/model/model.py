@@ -129,7 +129,7 @@ class Model:
         from .tokenizer import Tokenizer
 
         with GgufFile(self.path) as file:
-            return Tokenizer.read(file)
+            return Tokenizer(file)
 
     def session(self, context: int, cache_type_k: str = "f16", cache_type_v: str = "f16") -> Session:
         """A new sequence.

@@ -1,7 +1,7 @@
 """From logits to the next token: greedy, or drawn from what a chain of filters leaves.
 
-The filters and their order are llama.cpp's defaults: top-k, then top-p, then min-p, then the temperature. Top-p and min-p
-therefore look at the distribution at temperature 1, and the temperature only reweights what is left.
+The filters and their order are llama.cpp's defaults: top-k, then top-p, then min-p, then the temperature. Top-p and
+min-p therefore look at the distribution at temperature 1, and the temperature only reweights what is left.
 """
 
 from __future__ import annotations
