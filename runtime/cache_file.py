@@ -54,7 +54,7 @@ def save(cache: KVCache, path: str | PathLike[str]) -> None:
     )
     temporary = None
     try:
-        handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+        handle, temporary = tempfile.mkstemp(prefix=".lowbit-", dir=target.parent)
         with open(handle, "wb") as file:
             file.write(_header_bytes(header, _NO_DIGEST))
             digest = _digest(header)
