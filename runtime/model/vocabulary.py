@@ -25,6 +25,10 @@ END_OF_GENERATION = frozenset(
 )
 """Control tokens with which models end an answer, in whichever file they are."""
 
+LONGEST_TOKEN = 2048
+"""In characters. Vocabularies have runs of a few hundred spaces or dashes; what takes apart tokens is no faster than
+their squares."""
+
 _KEY = "tokenizer.ggml."
 
 
@@ -66,6 +70,9 @@ class Vocabulary:
                 raise file.error(f"{len(kinds)} types of tokens for {len(texts)} tokens")
         if not texts:
             raise file.error(f"{_KEY}tokens is empty")
+        longest = max(map(len, texts))
+        if longest > LONGEST_TOKEN:
+            raise file.error(f"{_KEY}tokens is damaged: a token has {longest} characters")
 
         def number(name: str) -> int | None:
             key = f"{_KEY}{name}_token_id"

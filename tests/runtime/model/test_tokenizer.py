@@ -280,6 +280,7 @@ def test_lone_surrogates_become_replacement_characters(smollm2_tokenizer):
         ({"tokenizer.ggml.tokens": None}, r"tokenizer\.ggml\.tokens is missing"),
         ({"tokenizer.ggml.tokens": [1, 2]}, r"tokenizer\.ggml\.tokens must be a list of texts"),
         ({"tokenizer.ggml.tokens": ["a"] * 289, "tokenizer.ggml.token_type": None}, r"289 tokens, but an embedding of"),
+        ({"tokenizer.ggml.tokens": ["a" * 5000, *"b" * 287]}, r"tokens is damaged: a token has 5000 characters"),
         ({"tokenizer.ggml.token_type": [1]}, r"1 types of tokens for 288 tokens"),
         ({"tokenizer.ggml.merges": None}, r"tokenizer\.ggml\.merges is missing"),
         ({"tokenizer.ggml.eos_token_id": 288}, r"eos_token_id must be a number from 0 to 287, not 288"),
