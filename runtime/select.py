@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -26,6 +26,7 @@ from .table import SelectTable
 
 if TYPE_CHECKING:
     from ..costmodel.device import Device
+    from .prices import LayoutPrices
 
 
 SHIPPED_CODE = "lowbit.runtime.cuda_kernel.load_kernel"
@@ -149,6 +150,36 @@ class Database:
             For a malformed key or ``tokens`` out of range.
         """
         return self.table(problem, device).choose(tokens)
+
+    def prices(
+        self, problem: Problem | str, usable: Callable[[Candidate], bool] = lambda candidate: True
+    ) -> LayoutPrices:
+        """What attention costs in each pair of layouts on this machine, at any context length.
+
+        From measurements of the problem where there are any that are of the current toolchain, else by the shipped cost
+        model, else of one layout alone, at a made-up price.
+
+        Parameters
+        ----------
+        problem : Problem or str
+        usable : callable, optional
+            Whether a candidate may be used at all.
+        """
+        from .stored_prices import stored_prices
+
+        known = _problem(problem)
+        backend = self._backend_for(known, self._fingerprint)
+        untuned = (each for each in backend.untuned(known, self._machine.cores) if usable(each))
+        return stored_prices(
+            self.path,
+            known,
+            self._fingerprint,
+            self._toolchain(known, self._fingerprint),
+            self._model(known, self._fingerprint, backend),
+            untuned,
+            (each.choice.candidate for each in self.table(known).breaks()),
+            usable,
+        )
 
     def winner(self, problem: Problem | str, tokens: int, device: str | None = None) -> Winner:
         """The stored winner that `choose` falls on.
