@@ -112,6 +112,9 @@ class Config:
         if traits is None:
             known = ", ".join(ARCHITECTURES)
             raise file.error(f"the architecture {shown(architecture)} is unsupported (supported: {known})")
+        parts = file.integer("split.count", 1, least=0, largest=1 << 16)
+        if parts > 1:
+            raise file.error(f"one of {parts} parts of a model: merge them with llama-gguf-split --merge")
         key = f"{architecture}."
         _refuse_variations(file, key)
         width, heads = file.integer(key + "embedding_length"), file.integer(key + "attention.head_count")

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ...kernels.errors import ModelError
 from .gguf_header import SCALARS, STRING, HeaderReader, StoredArray, TensorInfo, shown
+from .tensor_types import READABLE
 
 CHUNK_BYTES = 1 << 20
 """How much of a tensor is read at a time."""
@@ -39,7 +40,7 @@ class GgufFile:
     Raises
     ------
     ModelError
-        If the file cannot be opened, is not GGUF, truncated, damaged, or holds a type of tensor that is unsupported.
+        If the file cannot be opened, is not GGUF, truncated or damaged.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -58,10 +59,6 @@ class GgufFile:
             self._file.close()
             raise
         self._metadata, self.tensors = header.metadata, header.tensors
-        parts = self._metadata.get("split.count", 1)
-        if parts != 1:
-            self._file.close()
-            raise ModelError(f"{self.path}: one of {parts} parts of a model; merge them with llama-gguf-split --merge")
 
     def close(self) -> None:
         self._file.close()
@@ -155,11 +152,16 @@ class GgufFile:
         Raises
         ------
         ModelError
-            If there is no such tensor.
+            If there is no such tensor, or it is of a type that weights may not have.
         """
         info = self.tensors.get(name)
         if info is None:
             raise self.error(f"tensor {name!r} is missing")
+        if not info.type.readable:
+            readable = ", ".join(READABLE)
+            raise self.error(
+                f"tensor {name!r} is of type {info.type.name}, which is unsupported (supported: {readable})"
+            )
         return info
 
     def chunks(self, name: str) -> Iterator[tuple[int, NDArray[np.uint8]]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ...kernels.errors import ModelError
-from .tensor_types import READABLE, UNREADABLE, TensorType
+from .tensor_types import TYPES, TensorType
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -188,13 +188,9 @@ class HeaderReader:
         for name, number, sizes, offset in tensors:
             if name in found:
                 raise self._error(f"tensor {shown(name)} is there twice")
-            if number not in READABLE:
-                kind = UNREADABLE.get(number, f"number {number}")
-                readable = ", ".join(each.name for each in READABLE.values())
-                raise self._error(
-                    f"tensor {shown(name)} is of type {kind}, which is unsupported (supported: {readable})"
-                )
-            kept = READABLE[number]
+            if number not in TYPES:
+                raise self._error(f"tensor {shown(name)} is of the unknown type {number}")
+            kept = TYPES[number]
             columns, *rest = sizes
             rows = 1
             for size in rest:

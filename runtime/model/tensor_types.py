@@ -22,8 +22,16 @@ class TensorType:
     block: int
     block_bytes: int
 
+    @property
+    def readable(self) -> bool:
+        """Whether weights may be of this type."""
+        return self.name in READABLE
 
-READABLE = {
+
+READABLE = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0",
+            "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")  # fmt: skip
+
+TYPES = {
     number: TensorType(*facts)
     for number, facts in {
         0: ("F32", 1, 4),
@@ -33,37 +41,33 @@ READABLE = {
         6: ("Q5_0", 32, 22),
         7: ("Q5_1", 32, 24),
         8: ("Q8_0", 32, 34),
+        9: ("Q8_1", 32, 40),
         10: ("Q2_K", 256, 84),
         11: ("Q3_K", 256, 110),
         12: ("Q4_K", 256, 144),
         13: ("Q5_K", 256, 176),
         14: ("Q6_K", 256, 210),
+        15: ("Q8_K", 256, 292),
+        16: ("IQ2_XXS", 256, 66),
+        17: ("IQ2_XS", 256, 74),
+        18: ("IQ3_XXS", 256, 98),
+        19: ("IQ1_S", 256, 50),
         20: ("IQ4_NL", 32, 18),
+        21: ("IQ3_S", 256, 110),
+        22: ("IQ2_S", 256, 82),
         23: ("IQ4_XS", 256, 136),
+        24: ("I8", 1, 1),
+        25: ("I16", 1, 2),
+        26: ("I32", 1, 4),
+        27: ("I64", 1, 8),
+        28: ("F64", 1, 8),
+        29: ("IQ1_M", 256, 56),
         30: ("BF16", 1, 2),
+        34: ("TQ1_0", 256, 54),
+        35: ("TQ2_0", 256, 66),
+        39: ("MXFP4", 32, 17),
+        40: ("NVFP4", 64, 36),
+        41: ("Q1_0", 128, 18),
     }.items()
 }
-"""The types that a model's tensors may have here, by their number in a file."""
-
-UNREADABLE = {
-    9: "Q8_1",
-    15: "Q8_K",
-    16: "IQ2_XXS",
-    17: "IQ2_XS",
-    18: "IQ3_XXS",
-    19: "IQ1_S",
-    21: "IQ3_S",
-    22: "IQ2_S",
-    24: "I8",
-    25: "I16",
-    26: "I32",
-    27: "I64",
-    28: "F64",
-    29: "IQ1_M",
-    34: "TQ1_0",
-    35: "TQ2_0",
-    39: "MXFP4",
-    40: "NVFP4",
-    41: "Q1_0",
-}
-"""Other types, so that a refusal can name them."""
+"""By their numbers in a file."""

@@ -106,6 +106,8 @@ def test_what_changes_nothing_is_accepted(tmp_path):
         ({"metadata": {"rope.scaling.factor": -2.0}}, r"rope\.scaling\.factor must be a number from 0"),
         ({"rope_factors": [1.0, 2.0]}, r"'rope_freqs\.weight' must hold 8 numbers above zero"),
         ({"rope_factors": [1.0] * 7 + [0.0]}, r"'rope_freqs\.weight' must hold 8 numbers above zero"),
+        ({"metadata": {"split.count": 3}}, r"one of 3 parts of a model: merge them with llama-gguf-split --merge"),
+        ({"types": {"ffn_up": "MXFP4", "": "F32"}}, r"ffn_up\.weight' is of type MXFP4, which is unsupported"),
         ({"metadata": {"expert_count": 8}}, r"llama\.expert_count asks for something that is unsupported"),
         ({"metadata": {"attn_logit_softcapping": 50.0}}, r"attn_logit_softcapping asks for"),
         ({"metadata": {"rope.dimension_sections": [1, 2]}}, r"rope\.dimension_sections asks for"),

@@ -15,16 +15,15 @@ from lowbit.kernels.layout import Layout
 from lowbit.kernels.packed import pack
 from lowbit.kernels.problem import GROUP, Problem
 from lowbit.kernels.quantize import Quantized
-from lowbit.runtime.model import gguf_file
+from lowbit.runtime.model import gguf_file, tensor_types
 from lowbit.runtime.model.blocks import parts
 from lowbit.runtime.model.config import Config
 from lowbit.runtime.model.gguf_file import GgufFile
-from lowbit.runtime.model.tensor_types import READABLE, UNREADABLE
 from lowbit.runtime.model.weights import exact, stacks, vector, weight, weight_format
 from tiny_models import SCALE_BYTES, TYPES, random_tensor, write_model
 
 MATRIX = "blk.0.ffn_down.weight"
-KINDS = {kind.name: kind for kind in READABLE.values()}
+KINDS = {kind.name: kind for kind in tensor_types.TYPES.values()}
 
 
 def model(path: Path, kind: str, **settings) -> GgufFile:
@@ -40,11 +39,10 @@ def of_groups(values, columns):
 def test_the_table_of_types_is_that_of_the_gguf_package():
     from gguf.constants import GGML_QUANT_SIZES
 
-    for number, kind in READABLE.items():
-        assert GGMLQuantizationType[kind.name] == number
-        assert GGML_QUANT_SIZES[GGMLQuantizationType(number)] == (kind.block, kind.block_bytes)
-    known = {int(kind): kind.name for kind in GGMLQuantizationType if int(kind) not in READABLE}
-    assert known.items() <= UNREADABLE.items()
+    for kind, sizes in GGML_QUANT_SIZES.items():
+        ours = tensor_types.TYPES[int(kind)]
+        assert (ours.name, ours.block, ours.block_bytes) == (kind.name, *sizes)
+    assert set(tensor_types.READABLE) == set(TYPES)
 
 
 @pytest.mark.parametrize("kind", TYPES)

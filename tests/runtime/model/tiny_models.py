@@ -40,6 +40,9 @@ MERGES = ("h e", "l l", "Ġ t", "Ġt he", "he ll", "hell o", "i n", "Ġ a", "o n
 
 VOCABULARY = 288
 
+COMMON = ("general.", "tokenizer.", "split.")
+"""What keys begin with that are not an architecture's."""
+
 
 def write_model(
     path: Path,
@@ -74,7 +77,7 @@ def write_model(
     rope_factors : iterable of float, optional
         Contents of ``rope_freqs.weight``.
     metadata : mapping, optional
-        More keys, or other values: ``{"rope.freq_base": 5e5}``. Names without ``general.`` or ``tokenizer.`` are the
+        More keys, or other values: ``{"rope.freq_base": 5e5}``. Names that begin with none of `COMMON` are the
         architecture's. None leaves a key out. Whole numbers are written as uint32, or int32 if negative.
     omit : iterable of str
         Names of tensors to leave out.
@@ -103,7 +106,7 @@ def write_model(
     writer = GGUFWriter(path, architecture)
     for key, value in keys.items():
         if value is not None:
-            _add(writer, key if key.startswith(("general.", "tokenizer.")) else f"{architecture}.{key}", value)
+            _add(writer, key if key.startswith(COMMON) else f"{architecture}.{key}", value)
     biases = architecture == "qwen2" if biases is None else biases
     shapes = tensor_shapes(architecture, layers, width, heads, kv_heads, size, hidden, vocabulary, tied, biases)
     given = dict(replace or {})
