@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Self
 from ...kernels.cpu.isa import Isa, detect
 from ...kernels.cpu.pool import allowed_cpus
 from ...kernels.errors import ProblemError
-from ...kernels.problem import Problem
+from ...kernels.problem import PRECISIONS, Problem
 from ..kvcache import KVCache
+from ..memory import check_fits
 from ..select import Database, FallbackWarning, open_db
+from ..switching import PhaseSwitcher
 from .config import Config
 from .gguf_file import GgufFile
 from .network import Network, load
@@ -148,14 +150,16 @@ class Model:
         FitError
             If it would take more memory than is available.
         """
-        problem = attention_problem(self.config, cache_precision(cache_type_k), cache_precision(cache_type_v))
-        readers = Readers(problem, self.isa, self.threads)
-        choice = self.database.table(problem).choose(min(max(context, 1), 1 << 24))
-        layout = readers.learn(choice.candidate)
-        self._tell([(problem, context)])
+        k, v = cache_precision(cache_type_k), cache_precision(cache_type_v)
         config = self.config
+        check_fits(config, context, PRECISIONS[k].format, PRECISIONS[v].format)
+        problem = attention_problem(config, k, v)
+        readers = Readers(problem, self.isa, self.threads)
+        switcher = PhaseSwitcher(self.database.prices(problem), horizon=context)
+        layout = readers.learn(switcher.layout_at([], 0))
+        self._tell([(problem, context)])
         cache = KVCache(config.layers, config.kv_heads, config.head_dim, context, layout, window=config.window)
-        return Session(self, cache, problem, readers)
+        return Session(self, cache, problem, readers, switcher)
 
     def _tell(self, problems: Iterable[tuple[Problem, int]]) -> None:
         """Warn once of what was not tuned."""

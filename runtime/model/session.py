@@ -13,6 +13,7 @@ from ...kernels.errors import CacheFullError, ProblemError
 from ...kernels.problem import Problem
 from ..attention import SegmentedAttention
 from ..kvcache import KVCache
+from ..switching import PhaseSwitcher
 from .forward import ForwardPass
 from .program import Program
 from .tuned import Readers
@@ -41,10 +42,13 @@ class Session:
         Most tokens.
     """
 
-    def __init__(self, model: Model, cache: KVCache, problem: Problem, readers: Readers) -> None:
+    def __init__(
+        self, model: Model, cache: KVCache, problem: Problem, readers: Readers, switcher: PhaseSwitcher | None
+    ) -> None:
         self.model, self.cache = model, cache
         self.context = cache.capacity
-        self._problem, self._readers = problem, readers
+        self._problem, self._readers, self._switcher = problem, readers, switcher
+        self._compared = -1  # length at which layouts were compared last
         self._forward: dict[tuple[int, str], ForwardPass] = {}
         self._table = model.database.table(problem)
 
@@ -122,7 +126,7 @@ class Session:
 
     def fork(self) -> Session:
         """A session of the same tokens that shares their memory; each of the two then goes its own way."""
-        return Session(self.model, self.cache.fork(), self._problem, self._readers)
+        return Session(self.model, self.cache.fork(), self._problem, self._readers, self._switcher)
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
@@ -130,6 +134,7 @@ class Session:
         """Blocks of tokens, no larger than the cache's last segment has room for; only what is asked for is scored."""
         done = 0
         while done < len(tokens):
+            self._follow_phase(len(tokens) - done)
             size = min(BLOCK_POSITIONS, len(tokens) - done)
             before = self.cache.length
             counted = self.cache.begin(size)
@@ -140,6 +145,7 @@ class Session:
 
     def _pass(self, tokens: NDArray[np.int32], scores: str) -> Float32:
         before = self.cache.length
+        self._follow_phase(1)
         self.cache.begin(len(tokens))
         return self._counted_pass(tokens, scores, before)
 
@@ -155,6 +161,15 @@ class Session:
             self.cache.truncate(before)
             raise
         return forward.logits
+
+    def _follow_phase(self, ahead: int) -> None:
+        """Every so often, store tokens to come in the layouts that will have been worth it."""
+        switcher, length = self._switcher, self.cache.length
+        if switcher is None or 0 <= length - self._compared < switcher.period:
+            return
+        self._compared = length
+        held = [(segment.layout, segment.tokens) for segment in self.cache.segments]
+        self.cache.switch(self._readers.learn(switcher.layout_at(held, length, ahead)))
 
     @property
     def _block_splits(self) -> int:
