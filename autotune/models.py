@@ -6,9 +6,12 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..kernels.errors import ModelError
+
+if TYPE_CHECKING:
+    from ..runtime.model.gguf_file import GgufFile
 
 _LIMIT = 1 << 20
 """Above any model's layers, heads or width; a larger number means a damaged file."""
@@ -142,7 +145,7 @@ def model_from_gguf(path: Path) -> Model:
     Raises
     ------
     ModelError
-        If the ``gguf`` package is missing, the file is unreadable, truncated or not GGUF, or lacks attention metadata.
+        If the file is unreadable, truncated or not GGUF, or lacks attention metadata.
     """
     fields, vocabulary = _read(path)
     metadata = _Metadata(path, fields)
@@ -211,46 +214,18 @@ class _Metadata:
 
 def _read(path: Path) -> tuple[dict[str, Any], int]:
     """Of a GGUF file: metadata by key, arrays as lists, but only keys that say something about shapes; vocabulary."""
-    try:
-        from gguf import GGUFReader
-    except ImportError:
-        raise ModelError(f"reading {path} needs the gguf package: pip install 'lowbit[models]'") from None
+    from ..runtime.model.gguf_file import GgufFile
 
-    class BoundedReader(GGUFReader):
-        """Refuses to read past the end, where the plain reader silently returns fewer values than asked for."""
-
-        def _get(self, offset: int, dtype: Any, count: int = 1, *args: Any, **kwargs: Any) -> Any:
-            import numpy as np
-
-            if int(offset) + int(count) * np.dtype(dtype).itemsize > self.data.nbytes:
-                raise EOFError
-            return super()._get(offset, dtype, count, *args, **kwargs)
-
-    try:
-        with path.open("rb") as file:
-            magic = file.read(4)
-    except OSError as error:
-        raise ModelError(f"{path}: {error.strerror or error}") from None
-    if magic != b"GGUF":
-        raise ModelError(f"{path}: not a GGUF file")
-    try:
-        reader = BoundedReader(path)
-        return {key: reader.fields[key].contents() for key in _wanted(reader.fields)}, _vocabulary(reader)
-    except EOFError:
-        raise ModelError(f"{path}: truncated GGUF file") from None
-    except Exception as error:
-        # The reader raises whatever the damage happens to lead to: ValueError, IndexError, OverflowError and others.
-        raise ModelError(f"{path}: damaged GGUF file ({type(error).__name__}: {_one_line(error)})") from None
+    with GgufFile(path) as file:
+        return {key: file.value(key) for key in _wanted(file.keys())}, _vocabulary(file)
 
 
-def _vocabulary(reader: Any) -> int:
+def _vocabulary(file: GgufFile) -> int:
     """Rows of the matrix that gives the logits, which may be more than there are tokens; 0 where nothing says."""
-    shapes = {tensor.name: tensor.shape for tensor in reader.tensors}
     for name in ("output.weight", "token_embd.weight"):
-        if len(shapes.get(name, ())) == 2:
-            return int(shapes[name][1])
-    tokens = reader.fields.get("tokenizer.ggml.tokens")
-    return 0 if tokens is None else len(tokens.data)
+        if name in file.tensors and file.tensors[name].rows > 1:
+            return file.tensors[name].rows
+    return len(file.strings("tokenizer.ggml.tokens")) if "tokenizer.ggml.tokens" in file else 0
 
 
 def _wanted(keys: Iterable[str]) -> list[str]:
@@ -261,7 +236,3 @@ def _wanted(keys: Iterable[str]) -> list[str]:
         or ".attention." in key
         or key.endswith((".block_count", ".embedding_length", ".feed_forward_length"))
     ]
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

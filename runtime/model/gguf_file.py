@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,6 +75,18 @@ class GgufFile:
 
     def __contains__(self, key: str) -> bool:
         return key in self._metadata
+
+    def keys(self) -> tuple[str, ...]:
+        return tuple(self._metadata)
+
+    def value(self, key: str) -> int | float | bool | str | list[Any]:
+        """What ``key`` has, whatever it is; arrays are read from the file."""
+        found = self._metadata.get(key)
+        if found is None:
+            raise self.error(f"{key} is missing")
+        if not isinstance(found, StoredArray):
+            return found
+        return self.strings(key) if found.type == STRING else list(self.numbers(key))
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1, largest: int = 1 << 20) -> int:
         """A whole number from ``least`` to ``largest``; an array of equal numbers, one for each layer, counts as one.

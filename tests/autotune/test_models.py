@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -223,17 +223,7 @@ def test_unknown_names_list_the_presets() -> None:
         model_named("llama-9")
 
 
-def test_without_the_gguf_package_the_message_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shapes_are_read_without_the_gguf_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_gguf(tmp_path / "m.gguf", block_count=1, embedding_length=64, attention__head_count=4)
-    real = builtins.__import__
-
-    def without_gguf(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "gguf":
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without_gguf)
-    with pytest.raises(ModelError, match=r"lowbit\[models\]"):
-        model_named(str(path))
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert geometry(path) == (Geometry(4, 4, 16, layers=1),)
