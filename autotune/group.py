@@ -33,6 +33,7 @@ Exit status:
   10   machine code in a database that nobody vouched for, or that was changed
   11   more tokens than the context has room for
   12   a saved cache that cannot be read, or is another model's
+  13   a context that does not fit in memory
   130  interrupted; what was measured is kept
   141  the reader of the output went away
 """

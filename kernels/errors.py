@@ -111,6 +111,12 @@ class CacheFileError(LowbitError):
     exit_status = 12
 
 
+class FitError(LowbitError):
+    """What memory does not hold, with the arithmetic."""
+
+    exit_status = 13
+
+
 def poisoned(error: BaseException) -> bool:
     """Whether the process that met ``error``, or what caused it, must end before the GPU can be used again."""
     seen: BaseException | None = error
