@@ -184,13 +184,12 @@ def _pretokenizer(file: GgufFile) -> Pretokenizer:
 def _byte_level(file: GgufFile, words: Vocabulary, way: Pretokenizer) -> FastTokenizer:
     """BPE over bytes, which merges in the order of the file's list."""
     ids = words.of(NORMAL, UNKNOWN, USER_DEFINED, BYTE)
-    merges = []
+    texts, merges = words.texts, []
     for merge in decoded(file, "merges"):
-        at = merge.find(" ", 1)
-        left, right = merge[:at], merge[at + 1 :]
-        # Other entries make nothing that text may become.
-        if at > 0 and left in ids and right in ids and left + right in ids:
-            merges.append((left, right))
+        left, _, right = merge.rpartition(" ")
+        # Other entries make nothing that text may become. Tokens' own texts are listed, not copies of them.
+        if left in ids and right in ids and left + right in ids:
+            merges.append((texts[ids[left]], texts[ids[right]]))
 
     def build(tokenizers: Any) -> FastTokenizer:
         fast: FastTokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(ids, merges, ignore_merges=way.whole_words))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
 
@@ -62,7 +63,7 @@ class Vocabulary:
         ModelError
             If tables are missing, damaged or contradict each other.
         """
-        texts = decoded(file, "tokens")
+        texts = list(decoded(file, "tokens"))
         kinds = [NORMAL] * len(texts)
         if _KEY + "token_type" in file:
             kinds = [int(kind) for kind in file.numbers(_KEY + "token_type")]
@@ -92,9 +93,10 @@ class Vocabulary:
         return found
 
 
-def decoded(file: GgufFile, name: str) -> list[str]:
-    """An array of texts of the tokenizer's."""
+def decoded(file: GgufFile, name: str) -> Iterator[str]:
+    """The texts of one of the tokenizer's arrays."""
     try:
-        return [raw.decode("utf-8") for raw in file.strings(_KEY + name)]
+        for raw in file.strings(_KEY + name):
+            yield raw.decode("utf-8")
     except UnicodeDecodeError:
         raise file.error(f"{_KEY}{name} is damaged: not UTF-8") from None
