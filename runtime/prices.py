@@ -53,7 +53,8 @@ class LayoutPrices:
     overhead_s : float
         See `SEGMENT_OVERHEAD_S`.
     provenance : str
-        ``measured``, ``predicted`` or ``default`` (one layout alone, whose price is made up).
+        ``measured``, ``stale`` (measured with another toolchain), ``predicted`` or ``default`` (one layout alone, whose
+        price is made up).
 
     Attributes
     ----------

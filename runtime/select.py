@@ -156,8 +156,8 @@ class Database:
     ) -> LayoutPrices:
         """What attention costs in each pair of layouts on this machine, at any context length.
 
-        From measurements of the problem where there are any that are of the current toolchain, else by the shipped cost
-        model, else of one layout alone, at a made-up price.
+        From measurements of the problem, of the current toolchain if there are any, else by the shipped cost model,
+        else of one layout alone, at a made-up price.
 
         Parameters
         ----------

@@ -33,7 +33,7 @@ def stored_prices(
     Parameters
     ----------
     toolchain : str or None
-        Whose measurements count; None for any.
+        Whose measurements come first, and else those of the one that was used last; None for any.
     untuned : iterable of Candidate
         Priced where nothing was measured.
     chosen : iterable of Candidate
@@ -49,9 +49,11 @@ def stored_prices(
         assert model is not None
         return {each: us * 1e-6 for each, us in model.prices_us(problem, candidates, tokens).items()}
 
-    measured = {each: times for each, times in _measured(path, problem, device, toolchain).items() if usable(each)}
+    measured, current = _measured(path, problem, device, toolchain)
+    measured = {each: times for each, times in measured.items() if usable(each)}
     if measured:
-        return LayoutPrices(prices_from(measured, None if model is None else predicted))
+        curves = prices_from(measured, None if model is None else predicted)
+        return LayoutPrices(curves, provenance="measured" if current else "stale")
     rest = list(untuned)
     if model is not None:
         curves = predicted_curves(rest, predicted)
@@ -63,14 +65,22 @@ def stored_prices(
     raise LowbitError(f"no layout of {problem.key} can be used here")
 
 
-def _measured(path: Path, problem: Problem, device: str, toolchain: str | None) -> dict[Candidate, dict[int, float]]:
-    """Median seconds by candidate and tokens, under the protocol of each length's winner; none if the file has gone."""
+def _measured(
+    path: Path, problem: Problem, device: str, toolchain: str | None
+) -> tuple[dict[Candidate, dict[int, float]], bool]:
+    """Median seconds by candidate and tokens, under the protocol of each length's winner; none if the file has gone.
+
+    And whether they are of ``toolchain``.
+    """
     found: dict[str, dict[int, float]] = {}
+    current = True
     try:
         with Store.open(path, "read") as store:
-            for winner in store.winners(device, problem.key):
-                if winner.provenance == "predicted" or toolchain not in (None, winner.toolchain):
-                    continue
+            winners = [each for each in store.winners(device, problem.key) if each.provenance != "predicted"]
+            own = [each for each in winners if toolchain in (None, each.toolchain)]
+            current = bool(own) or not winners
+            newest = max(winners, key=lambda each: each.created, default=None)
+            for winner in own or [each for each in winners if newest and each.toolchain == newest.toolchain]:
                 place = device, problem.key, winner.tokens, winner.toolchain
                 for each in store.measurements(*place, protocol=winner.protocol):
                     if _counts(each):
@@ -79,14 +89,14 @@ def _measured(path: Path, problem: Problem, device: str, toolchain: str | None) 
                 if winner.median_us is not None:
                     found.setdefault(winner.candidate, {})[winner.tokens] = winner.median_us * 1e-6
     except DatabaseError:
-        return {}
+        return {}, True
     known = {}
     for name, times in found.items():
         try:
             known[Candidate.parse(name)] = times
         except LayoutError:
             continue  # For instance the packing of a plugin that this process has not imported.
-    return known
+    return known, current
 
 
 def _counts(measurement: Measurement) -> bool:

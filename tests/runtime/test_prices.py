@@ -146,10 +146,15 @@ def test_medians_come_from_the_winners_protocol(tmp_path: Path) -> None:
     assert prices.price_s(SECOND, 8192) == pytest.approx(260e-6)
 
 
-def test_another_toolchains_times_do_not_count(tmp_path: Path) -> None:
-    tuned(tmp_path / "t.db", toolchain="older", n512=(FIRST, 10.0))
+def test_another_toolchains_times_count_only_where_there_are_no_current_ones(tmp_path: Path) -> None:
+    tuned(tmp_path / "t.db", toolchain="older", n512=(THIRD, 10.0), n8192=(THIRD, 99.0))
+    tuned(tmp_path / "t.db", toolchain="old", n512=(FIRST, 10.0))
     prices = open_db(tmp_path / "t.db").prices(PROBLEM)
-    assert (prices.candidates, prices.provenance) == ((FIRST,), "default")  # select still prefers the stale winner
+    assert (set(prices.candidates), prices.provenance) == ({FIRST, SECOND}, "stale")
+    tuned(tmp_path / "t.db", n512=(THIRD, 20.0))
+    prices = open_db(tmp_path / "t.db").prices(PROBLEM)
+    assert (set(prices.candidates), prices.provenance) == ({SECOND, THIRD}, "measured")
+    assert prices.price_s(SECOND, 512) == pytest.approx(40e-6)
 
 
 def test_without_measurements_the_model_prices_what_was_counted(tmp_path: Path) -> None:
