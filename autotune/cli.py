@@ -14,8 +14,9 @@ from .commands.explain import explain
 from .commands.generate import generate
 from .commands.kernel import kernel
 from .commands.main import autotune
+from .commands.quality import quality
 
-for _command in (bench, cache, calibrate, db, devices, explain, generate, kernel):
+for _command in (bench, cache, calibrate, db, devices, explain, generate, kernel, quality):
     autotune.add_command(_command)
 
 

@@ -112,7 +112,7 @@ def warnings_as_lines() -> Iterator[None]:
             warn(text)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("always")
+        warnings.simplefilter("always", UserWarning)
         warnings.showwarning = show
         yield
 
