@@ -14,9 +14,10 @@ from .commands.explain import explain
 from .commands.generate import generate
 from .commands.kernel import kernel
 from .commands.main import autotune
+from .commands.memory import memory
 from .commands.quality import quality
 
-for _command in (bench, cache, calibrate, db, devices, explain, generate, kernel, quality):
+for _command in (bench, cache, calibrate, db, devices, explain, generate, kernel, memory, quality):
     autotune.add_command(_command)
 
 

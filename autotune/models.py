@@ -147,8 +147,8 @@ def model_from_gguf(path: Path) -> Model:
     ModelError
         If the file is unreadable, truncated or not GGUF, or lacks attention metadata.
     """
-    fields, vocabulary = _read(path)
-    metadata = _Metadata(path, fields)
+    fields, vocabulary = read_metadata(path)
+    metadata = Metadata(path, fields)
     layers = metadata.number("block_count")
     heads = metadata.by_layer("attention.head_count", layers)
     kv_heads = metadata.by_layer("attention.head_count_kv", layers, default=heads)
@@ -167,17 +167,21 @@ def model_from_gguf(path: Path) -> Model:
 
 
 @dataclass(frozen=True)
-class _Metadata:
+class Metadata:
     """Typed look-ups below the file's architecture prefix, each refusal naming the file and the key."""
 
     path: Path
     fields: dict[str, Any]
 
-    def key(self, name: str) -> str:
-        architecture = self.fields.get("general.architecture")
-        if not isinstance(architecture, str):
+    @property
+    def architecture(self) -> str:
+        found = self.fields.get("general.architecture")
+        if not isinstance(found, str):
             raise ModelError(f"{self.path}: its metadata names no general.architecture")
-        return f"{architecture}.{name}"
+        return found
+
+    def key(self, name: str) -> str:
+        return f"{self.architecture}.{name}"
 
     def number(self, name: str, default: int | None = None) -> int:
         key = self.key(name)
@@ -212,7 +216,7 @@ class _Metadata:
         return head_dim
 
 
-def _read(path: Path) -> tuple[dict[str, Any], int]:
+def read_metadata(path: Path) -> tuple[dict[str, Any], int]:
     """Of a GGUF file: metadata by key, arrays as lists, but only keys that say something about shapes; vocabulary."""
     from ..runtime.model.gguf_file import GgufFile
 
@@ -234,5 +238,6 @@ def _wanted(keys: Iterable[str]) -> list[str]:
         for key in keys
         if key in ("general.architecture", "general.name")
         or ".attention." in key
-        or key.endswith((".block_count", ".embedding_length", ".feed_forward_length"))
+        or ".ssm." in key
+        or key.endswith((".block_count", ".embedding_length", ".feed_forward_length", ".full_attention_interval"))
     ]
