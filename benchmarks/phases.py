@@ -89,8 +89,8 @@ def tuned(path: Path) -> Iterator[tuple[str, LayoutPrices]]:
             yield f"{key} ({prices.provenance})", prices
 
 
-def compared(prices: LayoutPrices, tokens: int, horizon: int | None) -> dict[str, float]:
-    greedy = plan_of(PhaseSwitcher(prices, horizon=horizon), tokens)
+def compared(prices: LayoutPrices, tokens: int, horizon: int | None, rule: dict[str, Any]) -> dict[str, float]:
+    greedy = plan_of(PhaseSwitcher(prices, horizon=horizon, **rule), tokens)
     best = optimal_plan(prices, tokens, step=max(tokens // 64, 16))
     segments = [*(start for start, _ in greedy.segments), tokens]
     overheads = sum((tokens - start) * prices.overhead_s for start in segments[1:-1])
@@ -108,8 +108,12 @@ def main() -> None:
     parser.add_argument("--db", type=Path)
     parser.add_argument("--tokens", type=int, nargs="*", default=[1000, 10_000])
     parser.add_argument("--count", type=int, default=60, help="price curves of each family")
+    for name, kind in (("outlook", int), ("hysteresis", float), ("growth", float)):
+        parser.add_argument(f"--{name}", type=kind, help="of the switcher, instead of its own")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    given = {name: getattr(options, name) for name in ("outlook", "hysteresis", "growth")}
+    rule = {name: value for name, value in given.items() if value is not None}
     rows: list[dict[str, Any]] = []
     for tokens in options.tokens:
         for limit in (None, 16_384):
@@ -118,7 +122,7 @@ def main() -> None:
             found: dict[str, list[dict[str, float]]] = {}
             sources = [*made_up(1, options.count), *(tuned(options.db) if options.db else ())]
             for name, prices in sources:
-                found.setdefault(name, []).append(compared(prices, tokens, limit))
+                found.setdefault(name, []).append(compared(prices, tokens, limit, rule))
             for name, each in found.items():
                 ratios = np.array([one["ratio"] for one in each])
                 rows.append(

@@ -20,9 +20,10 @@ from ..kernels.backend import Backend, Kernel, backend_named
 from ..kernels.candidate import Candidate, Schedule
 from ..kernels.errors import CompileError, DeviceError, LayoutError, NoWinnerError, ProblemError
 from ..kernels.problem import USER, Problem
-from .choice import Choice, Entry, Pools, distance, ranked, related, untuned_length
+from .choice import UNTUNED_LENGTHS, Choice, Entry, Pools, distance, ranked, related
 from .stored_model import StoredModel, stored_model
 from .table import SelectTable
+from .untuned import Guesses
 
 if TYPE_CHECKING:
     from ..costmodel.device import Device
@@ -33,12 +34,13 @@ SHIPPED_CODE = "lowbit.runtime.cuda_kernel.load_kernel"
 """What runs a GPU's winners without compiling them."""
 
 
-MOST_PREDICTED = 3
-"""Predicted candidates that are tried, if those before them do not compile."""
-
-
 class FallbackWarning(UserWarning):
     """The database had no exact and current answer; says what was used instead, and why."""
+
+
+def anything(candidate: Candidate) -> bool:
+    """Any candidate."""
+    return True
 
 
 class Database:
@@ -75,6 +77,8 @@ class Database:
         self._announced: set[Problem] = set()
         self._backends: dict[str, Backend] = {}
         self._models: dict[str, StoredModel | None] = {}
+        self._guesses: dict[tuple[Problem, str], Guesses] = {}
+        self._prices: dict[Problem, LayoutPrices] = {}
         self._toolchains: dict[str, str | None] = {}
         self._lock = threading.Lock()
 
@@ -151,9 +155,7 @@ class Database:
         """
         return self.table(problem, device).choose(tokens)
 
-    def prices(
-        self, problem: Problem | str, usable: Callable[[Candidate], bool] = lambda candidate: True
-    ) -> LayoutPrices:
+    def prices(self, problem: Problem | str, usable: Callable[[Candidate], bool] = anything) -> LayoutPrices:
         """What attention costs in each pair of layouts on this machine, at any context length.
 
         From measurements of the problem, of the current toolchain if there are any, else by the shipped cost model,
@@ -167,19 +169,23 @@ class Database:
         """
         from .stored_prices import stored_prices
 
-        known = _problem(problem)
-        backend = self._backend_for(known, self._fingerprint)
-        untuned = (each for each in backend.untuned(known, self._machine.cores) if usable(each))
-        return stored_prices(
-            self.path,
-            known,
-            self._fingerprint,
-            self._toolchain(known, self._fingerprint),
-            self._model(known, self._fingerprint, backend),
-            untuned,
-            (each.choice.candidate for each in self.table(known).breaks()),
-            usable,
-        )
+        known, device = _problem(problem), self._fingerprint
+        found = self._prices.get(known) if usable is anything else None
+        if found is None:
+            guesses = self._guesses_of(known, device)
+            found = stored_prices(
+                self.path,
+                known,
+                device,
+                self._toolchain(known, device),
+                guesses.model,
+                lambda: [each for each in guesses.candidates if usable(each)],
+                lambda: (self.choose(known, tokens).candidate for tokens in UNTUNED_LENGTHS),
+                usable,
+            )
+            if usable is anything:
+                self._prices[known] = found
+        return found
 
     def winner(self, problem: Problem | str, tokens: int, device: str | None = None) -> Winner:
         """The stored winner that `choose` falls on.
@@ -261,25 +267,18 @@ class Database:
     def _choices(self, problem: Problem, pools: Pools, tokens: int, device: str) -> Iterator[Choice]:
         """Every choice, best first, with the default at the end."""
         yield from ranked(pools, tokens)
-        yield from self._untuned(problem, tokens, device)
+        yield from self._guesses_of(problem, device).choices(tokens)
 
-    def _untuned(self, problem: Problem, tokens: int, device: str) -> Iterator[Choice]:
-        """By prediction where that can be had, then by a rule of thumb."""
-        backend, threads = self._backend_for(problem, device), self._machine.cores
-        model = self._model(problem, device, backend)
-        if model is not None:
-            prices = model.prices_us(problem, backend.untuned(problem, threads), untuned_length(tokens))
-            for candidate in sorted(prices, key=prices.__getitem__)[:MOST_PREDICTED]:
-                yield Choice(None, candidate, "predicted")
-        default, last = next(backend.untuned(problem, threads)), backend.baseline(problem, threads)
-        for candidate in dict.fromkeys((default, last)):
-            yield Choice(None, candidate, "default")
+    def _guesses_of(self, problem: Problem, device: str) -> Guesses:
+        known = self._guesses.get((problem, device))
+        if known is None:
+            backend, model = self._backend_for(problem, device), None
+            if self._compiles(problem, device) == "cpu":  # What prices GPUs is not shipped.
+                model = self._model(device, backend)
+            known = self._guesses[problem, device] = Guesses(problem, backend, self._machine.cores, model)
+        return known
 
-    def _model(self, problem: Problem, device: str, backend: Backend) -> StoredModel | None:
-        """A CPU's; what prices GPUs is not shipped."""
-        name = self._compiles(problem, device)
-        if name != "cpu":
-            return None
+    def _model(self, device: str, backend: Backend) -> StoredModel | None:
         if device not in self._models:
             self._models[device] = stored_model(self.path, backend, device, self._isa(device), self._machine.cores)
         return self._models[device]
@@ -338,7 +337,7 @@ class Database:
     def _reason(self, problem: Problem, choice: Choice, device: str) -> str:
         winner = choice.winner
         if winner is None:
-            baseline = self._backend_for(problem, device).baseline(problem, self._machine.cores)
+            baseline = self._guesses_of(problem, device).baseline
             what = "the untuned baseline" if choice.candidate == baseline else "what usually wins, untuned"
             used = f"{self.path} has nothing that fits; using {what}, {choice.candidate}"
             if choice.how == "predicted":

@@ -38,6 +38,7 @@ class StoredModel:
         self._path, self._backend = path, backend
         self.coefficients, self._line_bytes, self._cache_bytes = coefficients, line_bytes, cache_bytes
         self._counts: dict[str, TileCounts | None] = {}
+        self._symbols: dict[tuple[Problem, Candidate], tuple[str, ...] | None] = {}
 
     def prices_us(
         self, problem: Problem, candidates: Iterable[Candidate], tokens: int, cold: bool = True
@@ -59,17 +60,25 @@ class StoredModel:
     def _counted(self, problem: Problem, candidates: Iterable[Candidate]) -> dict[Candidate, list[TileCounts]]:
         symbols: dict[Candidate, tuple[str, ...]] = {}
         for candidate in candidates:
-            try:
-                symbols[candidate] = self._backend.tiles(problem, candidate)
-            except LowbitError:
-                continue  # It does not compile here.
+            own = self._tiles(problem, candidate)
+            if own is not None:
+                symbols[candidate] = own
         self._read({symbol for own in symbols.values() for symbol in own}.difference(self._counts))
         counted = {}
-        for candidate, own in symbols.items():
-            tiles = [tile for tile in map(self._counts.get, own) if tile is not None]
-            if len(tiles) == len(own):
+        for candidate, needed in symbols.items():
+            tiles = [tile for tile in map(self._counts.get, needed) if tile is not None]
+            if len(tiles) == len(needed):
                 counted[candidate] = tiles
         return counted
+
+    def _tiles(self, problem: Problem, candidate: Candidate) -> tuple[str, ...] | None:
+        """None for a candidate that does not compile here."""
+        if (problem, candidate) not in self._symbols:
+            try:
+                self._symbols[problem, candidate] = self._backend.tiles(problem, candidate)
+            except LowbitError:
+                self._symbols[problem, candidate] = None
+        return self._symbols[problem, candidate]
 
     def _read(self, symbols: set[str]) -> None:
         if not symbols:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from ..db.records import Measurement
@@ -24,8 +24,8 @@ def stored_prices(
     device: str,
     toolchain: str | None,
     model: StoredModel | None,
-    untuned: Iterable[Candidate],
-    chosen: Iterable[Candidate],
+    untuned: Callable[[], Sequence[Candidate]],
+    chosen: Callable[[], Iterable[Candidate]],
     usable: Callable[[Candidate], bool],
 ) -> LayoutPrices:
     """See `lowbit.runtime.Database.prices`.
@@ -34,10 +34,10 @@ def stored_prices(
     ----------
     toolchain : str or None
         Whose measurements come first, and else those of the one that was used last; None for any.
-    untuned : iterable of Candidate
-        Priced where nothing was measured.
-    chosen : iterable of Candidate
-        What `select` uses, best first: the last resort.
+    untuned : callable
+        Candidates that are priced where nothing was measured.
+    chosen : callable
+        What `select` uses: the last resort.
 
     Raises
     ------
@@ -54,12 +54,12 @@ def stored_prices(
     if measured:
         curves = prices_from(measured, None if model is None else predicted)
         return LayoutPrices(curves, provenance="measured" if current else "stale")
-    rest = list(untuned)
+    rest = untuned()
     if model is not None:
         curves = predicted_curves(rest, predicted)
         if curves:
             return LayoutPrices(curves, provenance="predicted")
-    for candidate in (*chosen, *rest):
+    for candidate in (*chosen(), *rest):
         if usable(candidate):
             return LayoutPrices({candidate: Curve({0: 0.0, 1: MADE_UP_S})}, provenance="default")
     raise LowbitError(f"no layout of {problem.key} can be used here")
