@@ -35,7 +35,7 @@ _FEW_REGISTERS = {**_PACKINGS, "int4": ("int4/planes/offset", "int4/lane_interle
 def untuned(problem: Problem, isa: Isa, threads: int) -> Iterator[Candidate]:
     """Candidates that compile, the most promising first: one of each layout and pipeline, then the baseline."""
     middle = schedules(problem, isa, threads)[0]
-    seen = set()
+    last, seen = baseline(problem, isa, threads), set()
     for candidate in itertools.chain(_usual(problem, isa, middle), _others(problem, middle)):
         if candidate in seen:
             continue
@@ -44,9 +44,10 @@ def untuned(problem: Problem, isa: Isa, threads: int) -> Iterator[Candidate]:
         for registers, rows in ((middle.registers, middle.rows), (1, middle.rows), (1, (middle.rows + 1) // 2)):
             fewer = replace(candidate, plan=replace(middle, registers=registers, rows=rows))
             if (rejection(problem, fewer, isa) or unpromising(problem, fewer, isa)) is None:
-                yield fewer
+                if fewer != last:
+                    yield fewer
                 break
-    yield baseline(problem, isa, threads)
+    yield last
 
 
 def _usual(problem: Problem, isa: Isa, middle: Schedule) -> Iterator[Candidate]:

@@ -121,6 +121,16 @@ class CompilerContract(Contract):
                 assert "".join(code.role for code in backend.code(p, baseline)) == "".join(p.roles)
 
     @pytest.mark.parametrize("key", KEYS)
+    def test_untuned_candidates_are_of_the_problem_and_the_baseline_is_the_last_of_them(self, backend, key):
+        p = problem(key)
+        found = list(backend.untuned(p, 2))
+        assert found[-1] == backend.baseline(p, 2)
+        assert len({each.name for each in found}) == len(found)
+        for each in (found[0], found[len(found) // 2]):
+            assert "".join(role for role in ("k", "v") if getattr(each, role)) == "".join(p.roles)
+            assert backend.tiles(p, each)
+
+    @pytest.mark.parametrize("key", KEYS)
     def test_code_names_its_role_and_what_an_iteration_does(self, backend, spaces, key):
         p = problem(key)
         found = legal(spaces[key])
