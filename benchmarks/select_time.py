@@ -1,6 +1,7 @@
 """How long `Database.select` takes, beside the stated 2 µs: ``python benchmarks/select_time.py [--json]``.
 
 The database is made up: winners at many lengths for one problem on this machine. Kernels are compiled before timing.
+So are the prices of five layouts that a phase switcher compares.
 """
 
 from __future__ import annotations
@@ -12,14 +13,19 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 
 from lowbit.autotune.ranges import with_ranges
 from lowbit.costmodel.device import detect
 from lowbit.db import Store, Winner
 from lowbit.kernels.backend import backend_named
+from lowbit.kernels.candidate import Candidate
 from lowbit.kernels.problem import Problem
 from lowbit.runtime import open_db
+from lowbit.runtime.curve import Curve
+from lowbit.runtime.prices import LayoutPrices
+from lowbit.runtime.switching import PhaseSwitcher
 
 PROBLEM = Problem("attend", 9, 3, 64, "w8a8")
 LENGTHS = (128, 512, 2048, 8192, 32768)
@@ -43,6 +49,21 @@ def medians_us(database: Path) -> dict[str, float]:
             way(tokens)
             started = time.perf_counter_ns()
             way(tokens)
+            times.append(time.perf_counter_ns() - started)
+        found[name] = statistics.median(times) / 1e3
+    return found | switcher_us(list(islice(backend_named("cpu").untuned(PROBLEM, 2), 5)))
+
+
+def switcher_us(layouts: list[Candidate]) -> dict[str, float]:
+    """Median microseconds of asking a switcher between two comparisons, and of a comparison."""
+    curves = {each: Curve({0: 3e-6 + n * 1e-7, 512: 8e-6, 8192: 7e-5 - n * 1e-6}) for n, each in enumerate(layouts)}
+    found = {}
+    for name, period in (("switcher", 1 << 30), ("switcher compares", 1)):
+        switcher, times = PhaseSwitcher(LayoutPrices(curves), period=period), []
+        for tokens in range(1, CALLS + 1):
+            segments = [(layouts[0], tokens)]
+            started = time.perf_counter_ns()
+            switcher.layout_at(segments, tokens)
             times.append(time.perf_counter_ns() - started)
         found[name] = statistics.median(times) / 1e3
     return found
