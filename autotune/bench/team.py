@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from ...kernels.cpu.pool import allowed_cpus
-from .messages import Enter, Opened, Refused, Reply, Request, Setup
+from .messages import Enter, Opened, Refused, Setup
 
 START_S = 120.0
 ENTER_S = 900.0
@@ -36,6 +36,10 @@ class Player:
         Its version, or why it is absent.
     """
 
+    worker = "worker"
+    """Module of this package that the process runs."""
+    start_s = START_S
+
     def __init__(self, name: str, threads: int) -> None:
         self.name = name
         self._threads = threads
@@ -45,7 +49,7 @@ class Player:
     def _start(self) -> Opened:
         self._connection, theirs = Pipe()
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (the worker's, closed with it)
-        command = [sys.executable, "-m", f"{__package__}.worker", str(theirs.fileno())]
+        command = [sys.executable, "-m", f"{__package__}.{self.worker}", str(theirs.fileno())]
         self._process = subprocess.Popen(
             command,
             pass_fds=[theirs.fileno()],
@@ -55,34 +59,41 @@ class Player:
             env={**os.environ, **thread_settings(self._threads)},
         )
         theirs.close()
-        self._connection.send(Setup(self.name, self._threads, tuple(sys.path)))
-        reply = self._hear(START_S)
+        self._connection.send(self._setup())
+        reply = self._hear(self.start_s)
         if isinstance(reply, Opened):
             return reply
         assert isinstance(reply, Refused)
         return Opened(absent=f"it cannot start: {reply.message}")
 
-    def send(self, request: Request) -> None:
+    def _setup(self) -> object:
+        """The first message."""
+        return Setup(self.name, self._threads, tuple(sys.path))
+
+    def _limit_s(self, request: object) -> float:
+        """How long an answer may take."""
+        return ENTER_S if isinstance(request, Enter) else TIME_S
+
+    def send(self, request: object) -> None:
         """Ask; `receive` must follow."""
         if self._process is None:
             self._start()
-        self._limit = ENTER_S if isinstance(request, Enter) else TIME_S
+        self._limit = self._limit_s(request)
         with suppress(OSError):  # a dead worker is found dead when it is listened to
             self._connection.send(request)
 
-    def receive(self) -> Reply:
+    def receive(self) -> object:
         """The reply; a crash or a hang comes back as `Refused` and ends the process."""
         return self._hear(self._limit)
 
-    def ask(self, request: Request) -> Reply:
+    def ask(self, request: object) -> object:
         self.send(request)
         return self.receive()
 
-    def _hear(self, limit_s: float) -> Reply:
+    def _hear(self, limit_s: float) -> object:
         try:
             if self._connection.poll(limit_s):
-                reply: Reply = self._connection.recv()
-                return reply
+                return self._connection.recv()
         except (EOFError, OSError):
             return Refused("crashed", self._bury())
         self.close()

@@ -18,6 +18,7 @@ from ..bench.contestant import GEMV_NAMES, NAMES, contestant_named
 from ..models import PRESETS, Matrix
 from ..output import print_json
 from ..progress import progress_on
+from .bench_model import model as whole_model
 
 if TYPE_CHECKING:
     from ...kernels.candidate import Candidate
@@ -65,6 +66,7 @@ def bench() -> None:
     \b
     Example:
       autotune bench attention --tokens 512,4096 --kv int8 --db lowbit.db
+      autotune bench model -m model.gguf
     """
 
 
@@ -185,6 +187,9 @@ def report(data: Path, page: Path) -> None:
 
     for path in write_page(data, page):
         click.echo(path)
+
+
+bench.add_command(whole_model)
 
 
 def _matrices(models: tuple[str, ...] | None, rows: int | None, columns: int | None) -> list[Matrix]:

@@ -1,0 +1,160 @@
+"""A whole model's process: ``python -m lowbit.autotune.bench.model_worker FD``, with one end of a socket pair.
+
+It answers each request with one reply, and ends when its pipe closes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import signal
+import sys
+from multiprocessing.connection import Connection
+from time import perf_counter_ns
+
+import numpy as np
+
+from ...kernels.cpu.pool import allowed_cpus, pinned
+from ...search.messages import one_line
+from ...search.timing import PREEMPTION_US, preemptions
+from .contestant import Absent, Unsupported
+from .messages import Leave, Opened, Refused, Taken
+from .model_contestant import Decoder, ModelContestant, model_contestant_named
+from .model_messages import Check, Checked, ModelRequest, ModelSetup, Reach, Reached, Repeat, Weighed
+from .slot import settle
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Stand:
+    """One contestant, and the cache that it has filled.
+
+    Parameters
+    ----------
+    contestant : ModelContestant
+        Open.
+    before_bytes : int or None
+        See `Weighed`.
+    """
+
+    def __init__(self, contestant: ModelContestant, before_bytes: int | None) -> None:
+        self._contestant, self._before_bytes = contestant, before_bytes
+        self._decoder: Decoder | None = None
+        self._depth = 0
+        self._warm: set[Repeat] = set()
+
+    def answer(self, request: ModelRequest | Leave) -> object:
+        try:
+            if isinstance(request, Reach):
+                return self._reach(request)
+            if isinstance(request, Repeat):
+                return self._repeat(request)
+            if isinstance(request, Check):
+                return self._check(request)
+            if isinstance(request, Leave):
+                self._forget()
+                return Opened()
+            return Weighed(peak_bytes(), self._before_bytes)
+        except Unsupported as error:
+            return Refused("unsupported", str(error))
+        except Exception as error:
+            return Refused("crashed", one_line(error))
+
+    def _forget(self) -> None:
+        self._decoder = None
+        self._warm.clear()
+        gc.collect()
+
+    def _check(self, request: Check) -> Checked:
+        self._forget()
+        decoder = self._contestant.session(request.types, request.tokens)
+        return Checked(decoder.prefill(self._tokens("check", request.tokens)).copy())
+
+    def _reach(self, request: Reach) -> Reached:
+        self._forget()
+        decoder = self._contestant.session(request.types, request.depth + request.room)
+        with pinned():
+            if request.depth:
+                decoder.prefill(self._tokens("depth", request.depth))
+        self._decoder, self._depth = decoder, request.depth
+        return Reached(getattr(getattr(decoder, "cache", None), "nbytes", None))
+
+    def _repeat(self, request: Repeat) -> Taken:
+        with pinned():
+            if request not in self._warm:
+                self._run(request)
+                self._warm.add(request)
+            switches = preemptions()
+            us = self._run(request)
+            disturbed = preemptions() - switches > us // PREEMPTION_US
+        settle()
+        return Taken((us,), disturbed)
+
+    def _run(self, request: Repeat) -> float:
+        """Microseconds that all tokens take; the cache is as before."""
+        decoder = self._decoder
+        assert decoder is not None  # a depth is reached first
+        tokens = self._tokens(request.test, request.tokens)
+        started = perf_counter_ns()
+        if request.test == "pp":
+            decoder.prefill(tokens)
+        else:
+            for token in tokens:
+                decoder.step(token)
+        us = (perf_counter_ns() - started) / 1e3
+        decoder.truncate(self._depth)
+        return us
+
+    def _tokens(self, purpose: str, count: int) -> list[int]:
+        """Random tokens, the same for every contestant."""
+        random = np.random.default_rng([len(purpose), *purpose.encode()])
+        tokens: list[int] = random.integers(0, self._contestant.vocabulary, count).tolist()
+        return tokens
+
+
+def peak_bytes() -> int | None:
+    """The most resident bytes that this process ever had."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak << 10
+
+
+def serve(connection: Connection) -> None:
+    """Answer requests until the other side closes. The first message is a `ModelSetup`."""
+    setup: ModelSetup = connection.recv()
+    sys.path[:] = [*setup.search_path, *(entry for entry in sys.path if entry not in setup.search_path)]
+    allowed_cpus()  # read before a library pins this thread
+    before_bytes = peak_bytes()
+    try:
+        contestant = model_contestant_named(setup.contestant)
+        version = contestant.open(setup)
+    except Absent as error:
+        connection.send(Opened(absent=" ".join(str(error).split())))
+        return
+    except Exception as error:
+        connection.send(Opened(absent=one_line(error)))
+        return
+    stand = Stand(contestant, before_bytes)
+    gc.collect()
+    gc.freeze()
+    connection.send(Opened(version))
+    while True:
+        try:
+            request = connection.recv()
+        except EOFError:
+            return
+        connection.send(stand.answer(request))
+
+
+def main() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    serve(Connection(int(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()
