@@ -15,11 +15,13 @@ from ..cache_types import CacheTypes
 class ModelSetup:
     """The first message: which contestant to be, with which model. Answer: `lowbit.autotune.bench.messages.Opened`.
 
-    ``database`` is only looked at by ``lowbit``; None where there is none.
+    ``database`` is only looked at by ``lowbit``; None where there is none. The thread that computes is pinned to
+    ``cpu``.
     """
 
     contestant: str
     threads: int
+    cpu: int
     search_path: tuple[str, ...]
     model: Path
     database: Path | None

@@ -155,7 +155,7 @@ class ModelOutcome:
     def memory(self) -> dict[str, Any]:
         """Peak resident bytes by contestant and types, and this project's over llama.cpp's; of two ways the smaller.
 
-        ``model_rss_bytes`` are the peak less what the process had before it loaded the model: Python and its packages.
+        ``model_rss_bytes`` are the peak less what every process had before it loaded anything of its own.
         """
         peaks: dict[str, dict[str, int]] = {}
         added: dict[str, dict[str, int]] = {}

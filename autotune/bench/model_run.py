@@ -92,7 +92,7 @@ class ModelPlayer(Player):
 
     def _setup(self) -> ModelSetup:
         plan = self._plan
-        return ModelSetup(self.name, plan.threads, tuple(sys.path), plan.model, plan.database)
+        return ModelSetup(self.name, plan.threads, allowed_cpus()[0], tuple(sys.path), plan.model, plan.database)
 
     def _limit_s(self, request: object) -> float:
         return 3600.0

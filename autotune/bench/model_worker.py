@@ -1,29 +1,33 @@
 """A whole model's process: ``python -m lowbit.autotune.bench.model_worker FD``, with one end of a socket pair.
 
-It answers each request with one reply, and ends when its pipe closes.
+It answers each request with one reply, and ends when its pipe closes. It imports little, since its memory is measured:
+what a contestant needs it imports itself.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 from time import perf_counter_ns
 
 import numpy as np
 
-from ...kernels.cpu.pool import allowed_cpus, pinned
-from ...search.messages import one_line
-from ...search.timing import PREEMPTION_US, preemptions
 from .contestant import Absent, Unsupported
 from .messages import Leave, Opened, Refused, Taken
 from .model_contestant import Decoder, ModelContestant, model_contestant_named
 from .model_messages import Check, Checked, ModelRequest, ModelSetup, Reach, Reached, Repeat, Weighed
-from .slot import settle
+from .settle import settle
 
 _PR_SET_PDEATHSIG = 1
+PREEMPTION_US = 10_000.0
+"""A repetition may be preempted once in this long, as in `lowbit.search.timing`."""
 
 
 class Stand:
@@ -33,12 +37,14 @@ class Stand:
     ----------
     contestant : ModelContestant
         Open.
+    cpu : int
+        See `ModelSetup`.
     before_bytes : int or None
         See `Weighed`.
     """
 
-    def __init__(self, contestant: ModelContestant, before_bytes: int | None) -> None:
-        self._contestant, self._before_bytes = contestant, before_bytes
+    def __init__(self, contestant: ModelContestant, cpu: int, before_bytes: int | None) -> None:
+        self._contestant, self._cpu, self._before_bytes = contestant, cpu, before_bytes
         self._decoder: Decoder | None = None
         self._depth = 0
         self._warm: set[Repeat] = set()
@@ -58,7 +64,7 @@ class Stand:
         except Unsupported as error:
             return Refused("unsupported", str(error))
         except Exception as error:
-            return Refused("crashed", one_line(error))
+            return Refused("crashed", _one_line(error))
 
     def _forget(self) -> None:
         self._decoder = None
@@ -73,14 +79,14 @@ class Stand:
     def _reach(self, request: Reach) -> Reached:
         self._forget()
         decoder = self._contestant.session(request.types, request.depth + request.room)
-        with pinned():
+        with _pinned(self._cpu):
             if request.depth:
                 decoder.prefill(self._tokens("depth", request.depth))
         self._decoder, self._depth = decoder, request.depth
         return Reached(getattr(getattr(decoder, "cache", None), "nbytes", None))
 
     def _repeat(self, request: Repeat) -> Taken:
-        with pinned():
+        with _pinned(self._cpu):
             if request not in self._warm:
                 self._run(request)
                 self._warm.add(request)
@@ -114,6 +120,10 @@ class Stand:
 
 def peak_bytes() -> int | None:
     """The most resident bytes that this process ever had."""
+    with suppress(OSError, ValueError, IndexError):
+        # Linux counts what the process had before it became this program in the other number.
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("VmHWM:")[1].split()[0]) << 10
     try:
         import resource
     except ImportError:
@@ -122,11 +132,40 @@ def peak_bytes() -> int | None:
     return peak if sys.platform == "darwin" else peak << 10
 
 
+def preemptions() -> int:
+    """How often the system has taken a thread of this process off its core; 0 where it does not count."""
+    try:
+        import resource
+    except ImportError:
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+
+
+@contextmanager
+def _pinned(cpu: int) -> Iterator[None]:
+    """Keep the calling thread on ``cpu``, where the system has thread affinity."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    with suppress(OSError):
+        os.sched_setaffinity(0, {cpu})
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            os.sched_setaffinity(0, before)
+
+
+def _one_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
 def serve(connection: Connection) -> None:
     """Answer requests until the other side closes. The first message is a `ModelSetup`."""
     setup: ModelSetup = connection.recv()
     sys.path[:] = [*setup.search_path, *(entry for entry in sys.path if entry not in setup.search_path)]
-    allowed_cpus()  # read before a library pins this thread
     before_bytes = peak_bytes()
     try:
         contestant = model_contestant_named(setup.contestant)
@@ -135,9 +174,9 @@ def serve(connection: Connection) -> None:
         connection.send(Opened(absent=" ".join(str(error).split())))
         return
     except Exception as error:
-        connection.send(Opened(absent=one_line(error)))
+        connection.send(Opened(absent=_one_line(error)))
         return
-    stand = Stand(contestant, before_bytes)
+    stand = Stand(contestant, setup.cpu, before_bytes)
     gc.collect()
     gc.freeze()
     connection.send(Opened(version))

@@ -9,7 +9,6 @@ warm
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from time import perf_counter_ns
 
@@ -21,13 +20,12 @@ from ...search.statistics import median
 from ...search.timing import BATCH_US, LOST_US, MAX_BATCHES, MIN_EVICTED, PREEMPTION_US, SLOT_US, preemptions
 from .contestant import Entry
 from .messages import Taken
+from .settle import settle
 
 COLD_CALLS = 24
 """Most calls of a cold slot."""
 COLD_SLOT_US = 2 * SLOT_US
 """Evictions included."""
-IDLE_S = 0.05
-IDLE_SHARE = 0.2
 
 
 class Flush:
@@ -93,13 +91,3 @@ def _timed(run: Callable[[], object], inner: int) -> tuple[float, bool]:
         run()
     us = (perf_counter_ns() - started) / 1e3
     return us / inner, preemptions() - switches > us // PREEMPTION_US
-
-
-def settle() -> None:
-    """Wait until this process's other threads have stopped spinning, or for `IDLE_S` at most."""
-    deadline = time.monotonic() + IDLE_S
-    while time.monotonic() < deadline:
-        cpu, wall = time.process_time(), time.perf_counter()
-        time.sleep(0.001)
-        if time.process_time() - cpu < IDLE_SHARE * (time.perf_counter() - wall):
-            return

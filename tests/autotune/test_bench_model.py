@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,8 +57,8 @@ def plan(*names: str, **changes: Any) -> Plan:
 @pytest.fixture
 def stand(importable: None) -> Stand:
     contestant = model_contestant_named("fake_model:Steady")
-    contestant.open(ModelSetup("", 1, (), Path("a.gguf"), None))
-    return Stand(contestant, 5)
+    contestant.open(ModelSetup("", 1, 0, (), Path("a.gguf"), None))
+    return Stand(contestant, min(os.sched_getaffinity(0)), 5)
 
 
 def test_repetitions_begin_at_the_depth_and_leave_nothing(stand: Stand) -> None:
@@ -94,6 +96,14 @@ def test_what_fails_is_an_answer(stand: Stand) -> None:
     broken = stand.answer(Repeat("pp", 100))  # more than there is room for
     assert isinstance(broken, Refused) and broken.status == "crashed"
     assert isinstance(stand.answer(Check(REFERENCE, 5)), Checked)
+
+
+def test_the_worker_itself_imports_little() -> None:
+    """Its memory is reported, also of contestants that need none of this."""
+    heavy = "'llvmlite', 'numba', 'sqlite3', 'networkx', 'rich', 'gguf', 'tokenizers'"
+    code = f"import sys, lowbit.autotune.bench.model_worker; print([n for n in ({heavy}) if n in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
 
 
 # -- the run --------------------------------------------------------------------------------------------------------
