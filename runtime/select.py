@@ -21,13 +21,13 @@ from ..kernels.candidate import Candidate, Schedule
 from ..kernels.errors import CompileError, DeviceError, LayoutError, NoWinnerError, ProblemError
 from ..kernels.problem import USER, Problem
 from .choice import UNTUNED_LENGTHS, Choice, Entry, Pools, distance, ranked, related
-from .stored_model import StoredModel, stored_model
 from .table import SelectTable
 from .untuned import Guesses
 
 if TYPE_CHECKING:
     from ..costmodel.device import Device
     from .prices import LayoutPrices
+    from .stored_model import StoredModel
 
 
 SHIPPED_CODE = "lowbit.runtime.cuda_kernel.load_kernel"
@@ -279,6 +279,8 @@ class Database:
         return known
 
     def _model(self, device: str, backend: Backend) -> StoredModel | None:
+        from .stored_model import stored_model  # brings in what analyses code, which winners do without
+
         if device not in self._models:
             self._models[device] = stored_model(self.path, backend, device, self._isa(device), self._machine.cores)
         return self._models[device]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..db.records import Measurement
 from ..db.store import Store
@@ -12,7 +13,9 @@ from ..kernels.errors import DatabaseError, LayoutError, LowbitError
 from ..kernels.problem import Problem
 from .curve import Curve
 from .prices import LayoutPrices, predicted_curves, prices_from
-from .stored_model import StoredModel
+
+if TYPE_CHECKING:
+    from .stored_model import StoredModel
 
 MADE_UP_S = 1e-9
 """Seconds a token where nothing is known: of a single layout, so that nothing depends on it."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from ..kernels.backend import Backend
 from ..kernels.candidate import Candidate
 from ..kernels.problem import Problem
 from .choice import Choice, untuned_length
-from .stored_model import StoredModel
+
+if TYPE_CHECKING:
+    from .stored_model import StoredModel
 
 MOST_PREDICTED = 3
 """Predicted candidates that are tried, if those before them do not compile."""

@@ -11,7 +11,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
@@ -94,6 +93,8 @@ def optimal_plan(prices: SegmentPrices[L], horizon: int, step: int = 64, prompt:
     prompt : int
         Tokens that are there before the first step.
     """
+    import networkx as nx  # a decoder that only follows prices does without
+
     if horizon < 1 or step < 1:
         raise ValueError(f"a plan needs a horizon and a step of at least 1, not {horizon} and {step}")
     checkpoints = [*range(0, horizon, step), horizon]
