@@ -45,6 +45,8 @@ SHAPES = {
             "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64,
         }
     },
+    "window": {"metadata": {"attention.sliding_window": 20}},
+    "part of a head is rotated": {"metadata": {"rope.dimension_count": 8}},
     "factors": {"rope_factors": [1, 1, 1.5, 2, 4, 6, 8, 8]},
 }  # fmt: skip
 
@@ -103,6 +105,18 @@ def test_roll_back_leaves_nothing_behind(tmp_path):
     session.truncate(30)
     found = session.prefill(TOKENS[30:50])
     np.testing.assert_allclose(found, wanted, atol=1e-4)
+
+
+def test_a_window_forgets_whole_segments(tmp_path):
+    path, model = loaded(tmp_path, metadata={"attention.sliding_window": 100}, context=1024)
+    tokens = [int(token) for token in np.random.default_rng(8).integers(3, 280, 640)]
+    expected = logits(path, tokens)
+    session = model.session(1024)
+    session.prefill(tokens[:600])
+    for position in range(600, 640):
+        found = session.step(tokens[position])
+        assert np.abs(found - expected[position]).max() < EXACT * np.abs(expected).max()
+    assert session.cache.start > 128
 
 
 def test_forks_go_their_own_ways(tmp_path):
