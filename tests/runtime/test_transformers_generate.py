@@ -290,3 +290,12 @@ def test_padding_that_is_rolled_back_is_forgotten():
     cache.crop(-10)
     found = model(ids[:, 30:], **{CACHE: cache}).logits.double().numpy()
     assert error(found, eagerly(model, Rounded(model.config, "f16"), ids, (30, 10))[:, 30:]) < TOLERANCE["f16"]
+
+
+def test_an_assistant_drafts():
+    model, ids = made(), ids_of(1, 20).repeat(1, 3)
+    assistant = made(attention="eager")
+    own = generated(model, ids, LowbitCache(model.config))
+    cache = LowbitCache(model.config, threads=2)
+    assert generated(model, ids, cache, assistant_model=assistant, eos_token_id=199) == own
+    assert cache.get_seq_length() >= 60 + 23
