@@ -14,7 +14,7 @@ from numba import cfunc, njit, types
 from . import gemv_fields
 from .operators import exp2
 from .plugin import call_task, float_from_bits, load_f32, load_i8, load_i32, peek, store_f32
-from .rowwise_fields import Embed, Gate, Multiply, Normalise, Ready, Rotate
+from .rowwise_fields import Center, Embed, Gate, Multiply, Normalise, Ready, Rotate, Turn
 
 GROUP = 32
 LOG2_E = np.float32(1.4426950408889634)
@@ -162,11 +162,27 @@ def _shifted(address: Any, count: Any) -> Any:
     return address + 4 * count
 
 
+@njit(**_INNER)
+def _turn(x: Any, width: Any, block: Any) -> None:
+    """Orthonormal Hadamard transform of each block of numbers, its own inverse; a block is a power of two."""
+    scale = np.float32(1.0) / np.sqrt(np.float32(block))
+    for i in range(width):
+        store_f32(x, i, load_f32(x, i) * scale)
+    half = 1
+    while half < block:
+        for start in range(0, width, 2 * half):
+            for i in range(start, start + half):
+                a, b = load_f32(x, i), load_f32(x, i + half)
+                store_f32(x, i, a + b)
+                store_f32(x, i + half, a - b)
+        half *= 2
+
+
 def build_rotate() -> Any:
     """Su et al., arXiv:2104.09864; pairs are half the rotated channels apart."""
     (
         q_, k_, v_, q_stride, k_stride, v_stride, q_bias, k_bias, v_bias, q_norm, k_norm, eps_, cos_, sin_, dims_,
-        heads_, kv_heads_, head_dim_, positions_, queries_, keys_, values_,
+        heads_, kv_heads_, head_dim_, positions_, k_turn, v_turn, queries_, keys_, values_,
     ) = _numbers(Rotate)  # fmt: skip
 
     def rotate(job: int, index: int) -> None:
@@ -178,16 +194,57 @@ def build_rotate() -> Any:
             out = peek(job, queries_) + 4 * (head * positions + index) * head_dim
             bias = _shifted(peek(job, q_bias), head * head_dim)
             _head(source, bias, peek(job, q_norm), eps, cos, sin, half, head_dim, out)
+            if peek(job, k_turn) != 0:
+                _turn(out, head_dim, peek(job, k_turn))
         for head in range(peek(job, kv_heads_)):
             place = 4 * (head * positions + index) * head_dim
             source = peek(job, k_) + 4 * (index * peek(job, k_stride) + head * head_dim)
             bias = _shifted(peek(job, k_bias), head * head_dim)
-            _head(source, bias, peek(job, k_norm), eps, cos, sin, half, head_dim, peek(job, keys_) + place)
+            out = peek(job, keys_) + place
+            _head(source, bias, peek(job, k_norm), eps, cos, sin, half, head_dim, out)
+            if peek(job, k_turn) != 0:
+                _turn(out, head_dim, peek(job, k_turn))
             source = peek(job, v_) + 4 * (index * peek(job, v_stride) + head * head_dim)
             bias = _shifted(peek(job, v_bias), head * head_dim)
-            _head(source, bias, 0, eps, cos, sin, 0, head_dim, peek(job, values_) + place)
+            out = peek(job, values_) + place
+            _head(source, bias, 0, eps, cos, sin, 0, head_dim, out)
+            if peek(job, v_turn) != 0:
+                _turn(out, head_dim, peek(job, v_turn))
 
     return _stage(rotate)
+
+
+def build_center() -> Any:
+    """A vector that all keys of a head share moves all scores of a query alike, which a softmax does not notice."""
+    keys_, mean_, positions_, head_dim_, learn_ = _numbers(Center)
+
+    def center(job: int, index: int) -> None:
+        positions, head_dim = peek(job, positions_), peek(job, head_dim_)
+        keys, mean = peek(job, keys_) + 4 * index * positions * head_dim, peek(job, mean_) + 4 * index * head_dim
+        if peek(job, learn_) != 0:
+            for d in range(head_dim):
+                store_f32(mean, d, np.float32(0.0))
+            for position in range(positions):
+                _add(mean, keys + 4 * position * head_dim, head_dim)
+            for d in range(head_dim):
+                store_f32(mean, d, load_f32(mean, d) / np.float32(positions))
+        for position in range(positions):
+            key = keys + 4 * position * head_dim
+            for d in range(head_dim):
+                store_f32(key, d, load_f32(key, d) - load_f32(mean, d))
+
+    return _stage(center)
+
+
+def build_turn() -> Any:
+    """What turns the weighted sums of turned values back."""
+    x_, width_, block_ = _numbers(Turn)
+
+    def turn(job: int, index: int) -> None:
+        width = peek(job, width_)
+        _turn(peek(job, x_) + 4 * index * width, width, peek(job, block_))
+
+    return _stage(turn)
 
 
 def build_gate() -> Any:
@@ -230,6 +287,8 @@ BUILDERS = {
     "normalise": build_normalise,
     "ready": build_ready,
     "rotate": build_rotate,
+    "center": build_center,
+    "turn": build_turn,
     "gate": build_gate,
     "multiply": build_multiply,
 }

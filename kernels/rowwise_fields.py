@@ -73,9 +73,29 @@ class Rotate(_Field):
     KV_HEADS = auto()
     HEAD_DIM = auto()
     POSITIONS = auto()
+    K_TURN = auto()  # channels of a block whose Hadamard transform queries and keys go through; 0 for none
+    V_TURN = auto()  # the same of values
     QUERIES = auto()  # out: (heads, positions, head_dim)
     KEYS = auto()  # out: (kv_heads, positions, head_dim)
     VALUES = auto()
+
+
+class Center(_Field):
+    """Keys relative to a mean; the index is a key/value head."""
+
+    KEYS = auto()  # (kv_heads, positions, head_dim)
+    MEAN = auto()  # (kv_heads, head_dim)
+    POSITIONS = auto()
+    HEAD_DIM = auto()
+    LEARN = auto()  # whether the mean is that of these very keys
+
+
+class Turn(_Field):
+    """Hadamard transforms of all blocks of a row, in place."""
+
+    X = auto()
+    WIDTH = auto()  # a multiple of the block
+    BLOCK = auto()
 
 
 class Gate(_Field):

@@ -87,7 +87,7 @@ def _task(name: str) -> Any:
             return gemv.build_gemv(operand)
         case "append":
             return append.build_append()
-        case "embed" | "normalise" | "ready" | "rotate" | "gate" | "multiply":
+        case _ if name in rowwise.BUILDERS:
             return rowwise.BUILDERS[name]()
     return operators.build_merge(name.removeprefix("merge_"))
 

@@ -258,17 +258,20 @@ def accumulators(spec: TileSpec) -> int:
 
 
 def baseline(problem: Problem, isa: Isa, threads: int) -> Candidate:
-    """Row-major storage, dequantised to float in the hot loop, packed as common runtimes do, with no register spilt."""
+    """Row-major storage, dequantised to float in the hot loop, packed as common runtimes do, with no register spilt.
+
+    Where rows are shorter than a load, tokens lie side by side instead.
+    """
     names = {"fp16": "fp16", "int8": "int8/bytes/signed", "int4": "int4/contiguous/offset"}
-    k, v = (
-        Layout.parse(f"T D | {packing_named(names[problem.stored(role).format]).name}")
-        for role in (problem.roles[0], problem.roles[-1])
-    )
     middle = schedules(problem, isa, threads)[0]
-    tried = [
-        _for_operator(problem, k, v, "float", replace(middle, rows=rows))
-        for rows in dict.fromkeys((middle.rows, (middle.rows + 1) // 2, 1))
-    ]
+    tried = []
+    for order in ("T D", "T/16 D t16", "T/32 D t32"):
+        k, v = (
+            Layout.parse(f"{order} | {packing_named(names[problem.stored(role).format]).name}")
+            for role in (problem.roles[0], problem.roles[-1])
+        )
+        for rows in dict.fromkeys((middle.rows, (middle.rows + 1) // 2, 1)):
+            tried.append(_for_operator(problem, k, v, "float", replace(middle, rows=rows)))
     return next(
         candidate
         for candidate in tried

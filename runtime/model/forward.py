@@ -6,12 +6,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...kernels import append_fields
-from ...kernels.rowwise_fields import Gate, Normalise, Rotate
+from ...kernels.rowwise_fields import Center, Gate, Normalise, Rotate, Turn
 from ..attention import SegmentedAttention
 from ..kvcache import KVCache
 from .config import Config
 from .network import Layer, Network, Stack
 from .program import Program, fields_of
+from .stored import Stored
 
 Float32 = NDArray[np.float32]
 
@@ -30,6 +31,8 @@ class ForwardPass:
         Empty.
     scores : str
         Whose logits to compute: ``last``, ``all``, or ``none``.
+    stored : Stored
+        What keys and values go through before they are stored.
 
     Attributes
     ----------
@@ -46,7 +49,9 @@ class ForwardPass:
         attention: SegmentedAttention,
         program: Program,
         scores: str,
+        stored: Stored,
     ) -> None:
+        self._stored = stored
         self._config, self._cache, self._attention, self._program = config, cache, attention, program
         self.positions = positions = attention.queries.shape[1]
         self._many = program.threads if positions > 1 else 1
@@ -58,6 +63,7 @@ class ForwardPass:
         self._stream, self._normed = program.floats(positions, width), program.floats(positions, width)
         self._keys, self._values = (program.floats(config.kv_heads, positions, config.head_dim) for _ in range(2))
         self._attend_stages: list[int] = []
+        self._centers = np.zeros((config.layers, len(Center)), np.int64)
         network.embedding.embed(program, self._ids, self._stream)
         added = None
         for index, layer in enumerate(network.layers):
@@ -82,6 +88,7 @@ class ForwardPass:
         jobs[:, append_fields.SOURCE_K], jobs[:, append_fields.SOURCE_V] = self._sources
         jobs[:, append_fields.SOURCE_TOKEN_BYTES] = self._keys.strides[1]
         jobs[:, append_fields.SOURCE_HEAD_BYTES] = self._keys.strides[0]
+        self._centers[:, Center.LEARN] = self._cache.length == self.positions
         if self._attention.prepare(splits):
             self._stages[self._attend_stages, 2] = self._attention.tasks
         if threads != self._limits[0]:
@@ -120,14 +127,25 @@ class ForwardPass:
         job = fields_of(
             Rotate, **sources, **biases, **norms, eps=config.norm_eps, cos=self._cos, sin=self._sin,
             dims=config.rope.dims, heads=config.heads, kv_heads=config.kv_heads, head_dim=config.head_dim,
-            positions=self.positions, queries=attention.queries, keys=self._keys, values=self._values,
+            positions=self.positions, k_turn=self._stored.k_turn, v_turn=self._stored.v_turn,
+            queries=attention.queries, keys=self._keys, values=self._values,
         )  # fmt: skip
         program.add("rotate", job, self.positions, self._many)
+        if self._stored.means is not None:
+            job = self._centers[index]
+            job[:] = fields_of(
+                Center, keys=self._keys, mean=self._stored.means[index], positions=self.positions,
+                head_dim=config.head_dim,
+            )  # fmt: skip
+            program.add("center", job, config.kv_heads, self._many)
         program.add("append", cache.jobs[index], 2 * config.kv_heads, self._many)
         self._attend_stages.append(
             program.add(attention.attend, attention.jobs[index], attention.tasks, program.threads)
         )
         program.add(attention.merge, attention.jobs[index], config.kv_heads, self._many)
+        if self._stored.v_turn:
+            job = fields_of(Turn, x=attention.out, width=attention.out.shape[1], block=self._stored.v_turn)
+            program.add("turn", job, self.positions, self._many)
         out = program.reused("attention", self.positions, config.width)
         layer.output.multiply(program, attention.out, out)
         self._normalise(layer.hidden_norm, out, self._stream, self._normed)

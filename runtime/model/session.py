@@ -16,6 +16,7 @@ from ..kvcache import KVCache
 from ..switching import PhaseSwitcher
 from .forward import ForwardPass
 from .program import Program
+from .stored import Stored
 from .tuned import Readers
 
 if TYPE_CHECKING:
@@ -43,11 +44,21 @@ class Session:
     """
 
     def __init__(
-        self, model: Model, cache: KVCache, problem: Problem, readers: Readers, switcher: PhaseSwitcher | None
+        self,
+        model: Model,
+        cache: KVCache,
+        problem: Problem,
+        readers: Readers,
+        switcher: PhaseSwitcher | None,
+        stored: Stored | None = None,
     ) -> None:
         self.model, self.cache = model, cache
         self.context = cache.capacity
         self._problem, self._readers, self._switcher = problem, readers, switcher
+        if stored is None:
+            k, v = (problem.stored(role).format for role in ("k", "v"))
+            stored = Stored.of(k, v, cache.layers, cache.kv_heads, cache.head_dim)
+        self._stored = stored
         self._compared = -1  # length at which layouts were compared last
         self._forward: dict[tuple[int, str], ForwardPass] = {}
         self._table = model.database.table(problem)
@@ -126,7 +137,7 @@ class Session:
 
     def fork(self) -> Session:
         """A session of the same tokens that shares their memory; each of the two then goes its own way."""
-        return Session(self.model, self.cache.fork(), self._problem, self._readers, self._switcher)
+        return Session(self.model, self.cache.fork(), self._problem, self._readers, self._switcher, self._stored.fork())
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
@@ -186,7 +197,7 @@ class Session:
             attention = SegmentedAttention(
                 self.cache, replace(self._problem, query_rows=1), positions, self._readers, model.isa
             )
-            forward = ForwardPass(model.network, model.config, self.cache, attention, program, scores)
+            forward = ForwardPass(model.network, model.config, self.cache, attention, program, scores, self._stored)
             while len(self._forward) >= KEPT_PASSES:
                 self._forward.pop(next(iter(self._forward)))
         self._forward[key] = forward

@@ -12,7 +12,7 @@ from lowbit.kernels.layout import Layout
 from lowbit.kernels.packed import pack
 from lowbit.kernels.problem import PRECISIONS
 from lowbit.kernels.quantize import Quantized, quantize
-from lowbit.kernels.rowwise_fields import Embed, Gate, Multiply, Normalise, Ready, Rotate
+from lowbit.kernels.rowwise_fields import Center, Embed, Gate, Multiply, Normalise, Ready, Rotate, Turn
 
 ISAS_HERE = [isa for isa in ISAS.values() if runs_here(isa)]
 pytestmark = pytest.mark.parametrize("isa", ISAS_HERE, ids=lambda isa: isa.name)
@@ -74,8 +74,8 @@ def head(x, bias, norm, cos, sin, dims):
 
 @pytest.mark.parametrize("head_dim, dims", [(64, 64), (80, 32), (96, 96), (128, 128)])
 @pytest.mark.parametrize("heads, kv_heads", [(9, 3), (4, 4), (7, 1)])
-@pytest.mark.parametrize("extras", [False, True])
-def test_rotate(isa, head_dim, dims, heads, kv_heads, extras):
+@pytest.mark.parametrize("extras, k_turn, v_turn", [(False, 0, 0), (True, 16, 0), (True, 0, 16), (False, 8, 2)])
+def test_rotate(isa, head_dim, dims, heads, kv_heads, extras, k_turn, v_turn):
     rng = np.random.default_rng(head_dim + heads)
     positions = 3
     width, narrow = heads * head_dim, kv_heads * head_dim
@@ -97,7 +97,7 @@ def test_rotate(isa, head_dim, dims, heads, kv_heads, extras):
         v_bias=bias + 4 * (width + narrow) if extras else 0,
         q_norm=q_norm if extras else 0, k_norm=k_norm if extras else 0, eps=1e-6,
         cos=cos, sin=sin, dims=dims, heads=heads, kv_heads=kv_heads, head_dim=head_dim, positions=positions,
-        queries=queries, keys=keys, values=values,
+        k_turn=k_turn, v_turn=v_turn, queries=queries, keys=keys, values=values,
     )  # fmt: skip
     run(operator("rotate", isa), fields.ctypes.data, positions, 1)
     for first, count, out, norm in ((0, heads, queries, q_norm), (width, kv_heads, keys, k_norm)):
@@ -106,9 +106,43 @@ def test_rotate(isa, head_dim, dims, heads, kv_heads, extras):
         expected = head(
             x, biases[part].reshape(count, head_dim), norm if extras else None, cos[:, None], sin[:, None], dims
         )
-        np.testing.assert_allclose(out.transpose(1, 0, 2), expected, rtol=3e-6, atol=5e-6)
+        np.testing.assert_allclose(out.transpose(1, 0, 2), turned(expected, k_turn), rtol=3e-6, atol=8e-6)
     plain = (qkv + biases)[:, width + narrow :].reshape(positions, kv_heads, head_dim)
-    np.testing.assert_allclose(values.transpose(1, 0, 2), plain, rtol=1e-6)
+    np.testing.assert_allclose(values.transpose(1, 0, 2), turned(plain, v_turn), rtol=1e-6, atol=1e-6)
+
+
+def turned(x, block):
+    """Blocks of the last axis times the Hadamard matrix that signs of common bits make."""
+    if not block:
+        return x
+    i = np.arange(block)
+    matrix = np.array([[(-1) ** (int(a) & int(b)).bit_count() for a in i] for b in i]) / np.sqrt(block)
+    return (x.reshape(*x.shape[:-1], -1, block) @ matrix).reshape(x.shape)
+
+
+@pytest.mark.parametrize("width, block", [(64, 64), (160, 16), (96, 32), (256, 256), (6, 2)])
+def test_turn_is_its_own_inverse(isa, width, block):
+    x = rows(np.random.default_rng(block), 3, width)
+    out = x.copy()
+    fields = job(Turn, x=out, width=width, block=block)
+    run(operator("turn", isa), fields.ctypes.data, 3, 1)
+    np.testing.assert_allclose(out, turned(x.astype(np.float64), block), rtol=1e-5, atol=2e-6)
+    run(operator("turn", isa), fields.ctypes.data, 3, 1)
+    np.testing.assert_allclose(out, x, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("positions, head_dim", [(1, 64), (5, 80), (64, 96)])
+def test_center(isa, positions, head_dim):
+    rng = np.random.default_rng(head_dim)
+    mean = np.zeros((3, head_dim), np.float32)
+    first, second = rows(rng, 3, positions, head_dim) + 4, rows(rng, 3, positions, head_dim)
+    expected = first.mean(axis=1, dtype=np.float64)
+    for keys, learn in ((first, 1), (second, 0)):
+        out = keys.copy()
+        fields = job(Center, keys=out, mean=mean, positions=positions, head_dim=head_dim, learn=learn)
+        run(operator("center", isa), fields.ctypes.data, 3, 1)
+        np.testing.assert_allclose(mean, expected, rtol=2e-6, atol=2e-6)
+        np.testing.assert_allclose(out, keys - expected[:, None], rtol=1e-5, atol=3e-6)
 
 
 @pytest.mark.parametrize("columns", [32, 80, 576])
