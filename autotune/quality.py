@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..kernels.errors import LogitsError, ProblemError
-from .cache_types import REFERENCE, CacheTypes
+from ..runtime.cache_types import REFERENCE, CacheTypes
 from .divergence import Scores, Summary, joined, ratio, score
 from .outcome import Progress
 

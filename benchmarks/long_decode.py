@@ -23,8 +23,9 @@ import numpy as np
 from lowbit.kernels.candidate import Candidate
 from lowbit.kernels.cpu.pool import pinned
 from lowbit.runtime import open_db
+from lowbit.runtime.cache_types import cache_precision
 from lowbit.runtime.kvcache import KVCache
-from lowbit.runtime.model.model import Model, cache_precision
+from lowbit.runtime.model.model import Model
 from lowbit.runtime.model.session import Session
 from lowbit.runtime.model.tuned import Readers, attention_problem
 from lowbit.runtime.switching import PhaseSwitcher, plan_of

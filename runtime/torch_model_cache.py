@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 from ..kernels.cpu.pool import allowed_cpus
 from ..kernels.errors import ModelError, ProblemError
 from ..kernels.problem import Problem
-from .model.model import cache_precision
+from .cache_types import cache_precision
 from .select import Database, FallbackWarning, open_db
 from .single_layer import Choices, attention_problem
 from .torch_cache import LowbitLayer

@@ -18,9 +18,10 @@ from . import worker
 from .gpu_meters import Meter
 from .gpu_timing import GpuControl, GpuStopwatch, copies_wanted
 from .last_reply import Last
-from .messages import Reply, Request, Setup, Stage, TimeSlot, one_line
+from .messages import Reply, Request, Setup, Stage, TimeSlot
 from .rounds import Fault
 from .timing import Slot
+from .wording import one_line
 
 
 class GpuWorkbench(worker.Workbench):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -115,10 +114,3 @@ class Stage:
 
 Request = Prepare | TimeSlot | Count
 Reply = Prepared | Slot | Counted | Fault
-
-
-def one_line(error: BaseException, limit: int = 300) -> str:
-    """The first line of an error's message, with its type in front."""
-    lines: Sequence[str] = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-    return text if len(text) <= limit else f"{text[: limit - 1]}…"

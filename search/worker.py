@@ -38,12 +38,12 @@ from .messages import (
     Setup,
     Stage,
     TimeSlot,
-    one_line,
 )
 from .operands import PackedOperands
 from .rounds import Fault
 from .timing import Slot, Stopwatch, copies_needed
 from .truth import truth_of
+from .wording import one_line
 
 _PR_SET_PDEATHSIG = 1
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...kernels.errors import ProblemError
-from ..cache_types import CacheTypes
+from ...runtime.cache_types import CacheTypes
 from .contestant import Unsupported
 from .model_messages import ModelSetup
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cache_types import CacheTypes
+from ...runtime.cache_types import CacheTypes
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...runtime.cache_types import REFERENCE, CacheTypes
 from ...search.rounds import Fault, Timed
 from ...search.statistics import median, spread
-from ..cache_types import REFERENCE, CacheTypes
 from .model_contestant import PLAIN
 from .model_messages import Weighed
 

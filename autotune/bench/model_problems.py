@@ -6,9 +6,9 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+from ...runtime.cache_types import FORMATS, PRECISIONS, CacheTypes
 from ...runtime.model.model import Model, matrix_problems
 from ...runtime.model.tuned import attention_problem
-from ..cache_types import FORMATS, PRECISIONS, CacheTypes
 from .case import Case
 
 

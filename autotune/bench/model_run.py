@@ -14,10 +14,10 @@ import numpy as np
 from ...costmodel.device import Device, detect
 from ...kernels.cpu.pool import allowed_cpus, pinned
 from ...kernels.errors import LogitsError, NoiseError
+from ...runtime.cache_types import CacheTypes
 from ...search.control import Contention, Control
 from ...search.rounds import Effort, Fault, Timed, interleave
 from ...search.timing import Slot
-from ..cache_types import CacheTypes
 from ..divergence import score
 from ..outcome import Progress
 from .messages import Refused, Taken

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ..cache_types import CacheTypes
+from ...runtime.cache_types import CacheTypes
 from ..output import percent, print_facts, print_table, times
 
 COLUMNS = ("test", "cache", ">depth", "implementation", ">tokens/s", ">spread", ">lowbit is faster")

@@ -6,10 +6,8 @@ what a contestant needs it imports itself.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,13 +17,14 @@ from time import perf_counter_ns
 
 import numpy as np
 
-from .contestant import Absent, Unsupported
+from ...search.wording import one_line
+from .contestant import Unsupported
 from .messages import Leave, Opened, Refused, Taken
 from .model_contestant import Decoder, ModelContestant, model_contestant_named
 from .model_messages import Check, Checked, ModelRequest, ModelSetup, Reach, Reached, Repeat, Weighed
+from .serving import answer_until_closed, find_modules_like, opened, run_worker
 from .settle import settle
 
-_PR_SET_PDEATHSIG = 1
 PREEMPTION_US = 10_000.0
 """A repetition may be preempted once in this long, as in `lowbit.search.timing`."""
 
@@ -64,7 +63,7 @@ class Stand:
         except Unsupported as error:
             return Refused("unsupported", str(error))
         except Exception as error:
-            return Refused("crashed", _one_line(error))
+            return Refused("crashed", one_line(error))
 
     def _forget(self) -> None:
         self._decoder = None
@@ -157,43 +156,26 @@ def _pinned(cpu: int) -> Iterator[None]:
             os.sched_setaffinity(0, before)
 
 
-def _one_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
 def serve(connection: Connection) -> None:
     """Answer requests until the other side closes. The first message is a `ModelSetup`."""
     setup: ModelSetup = connection.recv()
-    sys.path[:] = [*setup.search_path, *(entry for entry in sys.path if entry not in setup.search_path)]
+    find_modules_like(setup.search_path)
     before_bytes = peak_bytes()
-    try:
+
+    def open_contestant() -> tuple[ModelContestant, str]:
         contestant = model_contestant_named(setup.contestant)
-        version = contestant.open(setup)
-    except Absent as error:
-        connection.send(Opened(absent=" ".join(str(error).split())))
+        return contestant, contestant.open(setup)
+
+    ready = opened(connection, open_contestant)
+    if ready is None:
         return
-    except Exception as error:
-        connection.send(Opened(absent=_one_line(error)))
-        return
+    contestant, version = ready
     stand = Stand(contestant, setup.cpu, before_bytes)
     gc.collect()
     gc.freeze()
     connection.send(Opened(version))
-    while True:
-        try:
-            request = connection.recv()
-        except EOFError:
-            return
-        connection.send(stand.answer(request))
-
-
-def main() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    serve(Connection(int(sys.argv[1])))
+    answer_until_closed(connection, stand.answer)
 
 
 if __name__ == "__main__":
-    main()
+    run_worker(serve)

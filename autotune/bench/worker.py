@@ -6,22 +6,19 @@ along.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import math
-import signal
-import sys
 from multiprocessing.connection import Connection
 
 from ...kernels.cpu.pool import allowed_cpus
-from ...search.messages import one_line
+from ...search.wording import one_line
 from .case import TOLERANCE
-from .contestant import Absent, Contestant, Unsupported, contestant_named
+from .contestant import Contestant, Unsupported, contestant_named
 from .inputs import relative_error, small_operand, truth
 from .messages import Enter, Entered, Leave, Opened, Refused, Reply, Request, Setup, Taken
+from .serving import answer_until_closed, find_modules_like, opened, run_worker
 from .slot import Flush, Stopwatch
 
-_PR_SET_PDEATHSIG = 1
 TRIALS = 3
 """Slots that decide between ways to store a case."""
 
@@ -81,37 +78,25 @@ class Stand:
 def serve(connection: Connection) -> None:
     """Answer requests until the other side closes. The first message is a `Setup`."""
     setup: Setup = connection.recv()
-    sys.path[:] = [*setup.search_path, *(entry for entry in sys.path if entry not in setup.search_path)]
+    find_modules_like(setup.search_path)
     allowed_cpus()  # read before a library pins this thread
-    try:
+
+    def open_contestant() -> tuple[Contestant, str]:
         contestant = contestant_named(setup.contestant)
-        version = contestant.open(setup.threads)
-    except Absent as error:
-        connection.send(Opened(absent=" ".join(str(error).split())))
-        return
-    except Exception as error:
-        connection.send(Opened(absent=one_line(error)))
+        return contestant, contestant.open(setup.threads)
+
+    ready = opened(connection, open_contestant)
+    if ready is None:
         return
     from ...costmodel.device import detect
 
+    contestant, version = ready
     stand = Stand(contestant, max(cache.size_bytes for cache in detect().caches))
     gc.freeze()
     gc.disable()
     connection.send(Opened(version))
-    while True:
-        try:
-            request = connection.recv()
-        except EOFError:
-            return
-        connection.send(stand.answer(request))
-
-
-def main() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    serve(Connection(int(sys.argv[1])))
+    answer_until_closed(connection, stand.answer)
 
 
 if __name__ == "__main__":
-    main()
+    run_worker(serve)

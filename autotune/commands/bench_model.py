@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 from ...kernels.errors import ProblemError
+from ...runtime.cache_types import CacheTypes, pairs
 from .. import options
-from ..cache_types import CacheTypes, pairs
 from ..decoding import cache_type_options, model_option, threads_option, warn, warnings_as_lines
 from ..output import print_json
 from ..progress import progress_on

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..cache_types import FORMATS, CacheTypes
+from ...runtime.cache_types import FORMATS, CacheTypes
 from ..options import json_option
 from ..output import print_facts, print_json, print_table
 from ..parameters import PARAMETERS, WEIGHT_BITS

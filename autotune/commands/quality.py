@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ...kernels.errors import LowbitError, ProblemError
+from ...runtime.cache_types import CacheTypes, pairs
 from .. import options
-from ..cache_types import CacheTypes, pairs
 from ..decoding import cache_type_options, decoding_options, load, warn, warnings_as_lines
 from ..output import print_facts, print_json, print_table
 from ..progress import progress_on

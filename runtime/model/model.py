@@ -12,6 +12,7 @@ from ...kernels.cpu.isa import Isa, detect
 from ...kernels.cpu.pool import allowed_cpus
 from ...kernels.errors import ProblemError
 from ...kernels.problem import PRECISIONS, Problem
+from ..cache_types import cache_precision
 from ..kvcache import KVCache
 from ..memory import check_fits
 from ..select import Database, FallbackWarning, open_db
@@ -26,25 +27,6 @@ if TYPE_CHECKING:
     from .tokenizer import Tokenizer
 
 WEIGHTS = ("tuned", "exact")
-
-CACHE_TYPES = {
-    "f16": "fp16", "fp16": "fp16", "q8_0": "w8a8", "int8": "w8a8", "q4_0": "w4a8", "int4": "w4a8",
-}  # fmt: skip
-"""Names of formats of keys and values, llama.cpp's and this project's, and the precision of each."""
-
-
-def cache_precision(name: str) -> str:
-    """The precision that ``name`` of a cache's type stands for.
-
-    Raises
-    ------
-    ProblemError
-        If it is none of `CACHE_TYPES`.
-    """
-    try:
-        return CACHE_TYPES[name.lower()]
-    except KeyError:
-        raise ProblemError(f"unknown cache type {name!r}: choose one of {', '.join(CACHE_TYPES)}") from None
 
 
 class Model:
@@ -141,7 +123,7 @@ class Model:
         context : int
             Most tokens of it.
         cache_type_k, cache_type_v : str
-            Formats of keys and values, one of `CACHE_TYPES` each.
+            Formats of keys and values; see `lowbit.runtime.cache_types`.
 
         Raises
         ------

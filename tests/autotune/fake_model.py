@@ -11,7 +11,7 @@ import numpy as np
 from lowbit.autotune.bench.contestant import Absent, Unsupported
 from lowbit.autotune.bench.model_contestant import ModelContestant
 from lowbit.autotune.bench.model_messages import ModelSetup
-from lowbit.autotune.cache_types import CacheTypes
+from lowbit.runtime.cache_types import CacheTypes
 
 VOCABULARY = 64
 

@@ -20,10 +20,10 @@ from lowbit.autotune.bench.model_outcome import ModelCase, ModelOutcome, ModelRo
 from lowbit.autotune.bench.model_problems import model_cases
 from lowbit.autotune.bench.model_run import Plan, bench_model
 from lowbit.autotune.bench.model_worker import Stand
-from lowbit.autotune.cache_types import REFERENCE, CacheTypes
 from lowbit.autotune.cli import autotune
 from lowbit.autotune.outcome import Silent
 from lowbit.kernels.errors import NoiseError, ProblemError
+from lowbit.runtime.cache_types import REFERENCE, CacheTypes
 from lowbit.search.rounds import Fault, Timed
 from tiny_models import write_model
 

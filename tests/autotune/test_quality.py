@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from lowbit.autotune.cache_types import REFERENCE, CacheTypes, pairs
 from lowbit.autotune.cli import autotune
 from lowbit.autotune.outcome import Silent
 from lowbit.autotune.quality import FLOOR_TOKENS, Cache, measure, windows
 from lowbit.kernels.errors import LogitsError, ProblemError
+from lowbit.runtime.cache_types import REFERENCE, CacheTypes, pairs
 from tiny_models import write_model
 
 INT8, INT4 = CacheTypes("q8_0", "q8_0"), CacheTypes("q4_0", "q4_0")

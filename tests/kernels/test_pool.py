@@ -38,23 +38,23 @@ define void @relay(ptr %job, i64 %i) {
 
 
 @pytest.fixture(scope="module")
-def count():
+def functions():
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     machine = llvm.Target.from_default_triple().create_target_machine()
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(IR), machine)
     engine.finalize_object()
-    yield engine.get_function_address("count")
+    yield {name: engine.get_function_address(name) for name in ("count", "relay")}
 
 
-@pytest.fixture(scope="module")
-def relay():
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    machine = llvm.Target.from_default_triple().create_target_machine()
-    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(IR), machine)
-    engine.finalize_object()
-    yield engine.get_function_address("relay")
+@pytest.fixture
+def count(functions):
+    return functions["count"]
+
+
+@pytest.fixture
+def relay(functions):
+    return functions["relay"]
 
 
 def counters(size):

@@ -49,6 +49,17 @@ def cache_type(name: str) -> str:
     return found
 
 
+def cache_precision(name: str) -> str:
+    """The precision that stores a type of this name.
+
+    Raises
+    ------
+    ProblemError
+        For an unknown name.
+    """
+    return PRECISIONS[FORMATS[cache_type(name)]]
+
+
 def pairs(k: Sequence[str], v: Sequence[str]) -> tuple[CacheTypes, ...]:
     """The first type of keys with the first of values, and so on; a single type goes with all of the others.
 
