@@ -106,6 +106,7 @@ class KVCache:
         self._drop_at = NEVER  # length from which on the oldest segment is out of sight
         self._free: list[Storage] = []
         self._segments: tuple[Segment, ...] | None = ()
+        self._described: Storage | None = None  # whose operands the jobs have; None while they change
         self._storer: Storer | None = None
         self._check(layout)
         self._layout = layout
@@ -264,6 +265,8 @@ class KVCache:
             if self._sealed:
                 last = self._sealed[-1]
                 self._sealed, self._tail, self._start = self._sealed[:-1], last.storage, last.start
+        if left:
+            self._room, self._described = 0, None
         self.length = length
         self._segments = None
         self._counts[:] = 0
@@ -273,12 +276,11 @@ class KVCache:
         if self._tail is not None:
             self._tail.settle()
         if left:
-            self._room = 0
             if self._tail is None:
                 self._start = length
+                self._changed()
             else:
-                self._tail.describe(self.jobs)
-            self._changed()
+                self._describe(self._tail)
 
     def fork(self) -> KVCache:
         """A cache of the same tokens that shares their memory; each of the two then goes its own way."""
@@ -302,7 +304,7 @@ class KVCache:
         if segments:
             self._sealed, tail = segments[:-1], segments[-1]
             self._tail, self._start = tail.storage, tail.start
-            tail.storage.describe(self.jobs)
+            self._describe(tail.storage)
         self._changed()
 
     def tokens_in(self, storage: Storage) -> int:
@@ -354,19 +356,28 @@ class KVCache:
         if tail is not None and tail.layout == self._layout and tail.capacity > self.length - self._start:
             seen = self.length - self._start
             if tail.filled == seen or tail.settle() == seen:
+                if self._described is not tail:  # an interrupt has come before
+                    self._describe(tail)
                 self._room = min(self._start + tail.capacity, self.capacity)
                 return tail
         opened = self._new_storage()
         if tail is not None:
             tail.settle()
             tail.trim()
-        self._sealed = self.segments
-        self._tail, self._start = opened, self.length
         opened.owners.add(self)
-        opened.describe(self.jobs)
+        self._sealed = self.segments
+        # An interrupt may come with any call: until the last one the tail has no room.
+        self._tail, self._start, self._room, self._segments, self._described = opened, self.length, 0, None, None
+        self._describe(opened)
         self._room = min(self._start + opened.capacity, self.capacity)
-        self._changed()
         return opened
+
+    def _describe(self, tail: Storage) -> None:
+        """Make the jobs those of ``tail``."""
+        self._described = None
+        tail.describe(self.jobs)
+        self._changed()
+        self._described = tail
 
     def _new_storage(self) -> Storage:
         layouts = (self._layout.k, self._layout.v)

@@ -122,7 +122,9 @@ class Session:
             raise ProblemError(f"token {token} is none of the {self.model.config.vocabulary} in the vocabulary")
         if self.cache.length >= self.context:
             raise self._full(1)
-        last: Float32 = self._pass(np.array([token], np.int32), "last")[-1]
+        self._follow_phase(1)
+        _, logits = self._pass(np.array([token], np.int32), "last")
+        last: Float32 = logits[-1]
         return last
 
     def truncate(self, length: int) -> None:
@@ -146,32 +148,24 @@ class Session:
         done = 0
         while done < len(tokens):
             self._follow_phase(len(tokens) - done)
-            size = min(BLOCK_POSITIONS, len(tokens) - done)
-            before = self.cache.length
-            counted = self.cache.begin(size)
-            wanted = "none" if scores == "last" and done + counted < len(tokens) else scores
-            logits = self._counted_pass(tokens[done : done + counted], wanted, before)
+            count, logits = self._pass(tokens[done:], scores)
             yield done, logits
-            done += counted
+            done += count
 
-    def _pass(self, tokens: NDArray[np.int32], scores: str) -> Float32:
+    def _pass(self, tokens: NDArray[np.int32], scores: str) -> tuple[int, Float32]:
+        """Pass as many of ``tokens`` as go together; returns how many. What fails, or is interrupted, is forgotten."""
         before = self.cache.length
-        self._follow_phase(1)
-        self.cache.begin(len(tokens))
-        return self._counted_pass(tokens, scores, before)
-
-    def _counted_pass(self, tokens: NDArray[np.int32], scores: str, before: int) -> Float32:
-        """A pass over tokens that the cache has counted; what fails, or is interrupted, is forgotten."""
         try:
+            count = self.cache.begin(min(BLOCK_POSITIONS, len(tokens)))
             schedule = self._table.choose(self.cache.length).candidate.schedule
-            forward = self._forward_pass(len(tokens), scores)
-            threads = schedule.threads if len(tokens) == 1 else self.model.threads
-            splits = schedule.splits if len(tokens) == 1 else max(schedule.splits, self._block_splits)
-            forward.run(tokens, splits, min(threads, self.model.threads))
+            forward = self._forward_pass(count, "none" if scores == "last" and count < len(tokens) else scores)
+            threads = schedule.threads if count == 1 else self.model.threads
+            splits = schedule.splits if count == 1 else max(schedule.splits, self._block_splits)
+            forward.run(tokens[:count], splits, min(threads, self.model.threads))
         except BaseException:
             self.cache.truncate(before)
             raise
-        return forward.logits
+        return count, forward.logits
 
     def _follow_phase(self, ahead: int) -> None:
         """Every so often, store tokens to come in the layouts that will have been worth it."""

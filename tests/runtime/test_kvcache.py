@@ -1,5 +1,6 @@
 """Random histories of caches and their forks agree with plain arrays; and what a cache promises of memory."""
 
+import sys
 from collections import Counter
 
 import numpy as np
@@ -282,3 +283,48 @@ def test_wrong_calls_are_refused():
     for length in (-1, 5):
         with pytest.raises(ProblemError, match="cannot shorten a cache of 4 tokens"):
             cache.truncate(length)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("change", ["begin", "switch", "truncate"])
+def test_an_interrupt_at_any_call_leaves_a_cache_that_goes_on(change):
+    """Every call within the change is interrupted once, and then everything is forgotten from before it on."""
+
+    def interrupted(at):
+        cache, calls = KVCache(*SHAPE, 200, HALVES, segment_tokens=32), 0
+        if change != "begin":
+            cache.append(*rows(SHAPE, 40))
+        if change == "switch":
+            cache.switch(FEW)
+
+        def trace(frame, event, argument):
+            nonlocal calls
+            if "runtime" in frame.f_code.co_filename:
+                calls += 1
+                if calls == at:
+                    raise KeyboardInterrupt
+
+        before = 20 if change == "truncate" else cache.length
+        sys.settrace(trace)
+        try:
+            if change == "truncate":
+                cache.truncate(20)
+            else:
+                cache.begin(5)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        cache.truncate(before)
+        cache.switch(HALVES)
+        k, v = rows(SHAPE, 7, 200)
+        cache.append(k, v)
+        kept = cache.segments[-1].operand("k", 0)
+        np.testing.assert_array_equal(kept.dequantize()[:, -7:], k[0].astype(np.float16))
+        assert sum(each.tokens for each in cache.segments) == cache.length == before + 7
+        return calls >= at
+
+    at = 1
+    while interrupted(at):
+        at += 1
+    assert at > 3

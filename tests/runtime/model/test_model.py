@@ -192,3 +192,25 @@ def test_fallback_is_said_once(tmp_path):
         model.session(32)
         model.session(32)
     assert len(told) == 2  # the matrices, then attention
+
+
+@pytest.mark.parametrize("pause", ["begin", "run"])
+def test_what_was_counted_before_an_interrupt_is_forgotten(tmp_path, monkeypatch, pause):
+    """Even one that is heeded as soon as tokens are counted."""
+    _, model = loaded(tmp_path)
+    session, other = model.session(128), model.session(128)
+    session.prefill(TOKENS[:5])
+    other.prefill(TOKENS[:5])
+    part = session.cache if pause == "begin" else session._forward_pass(1, "last")
+    done = getattr(part, pause)
+
+    def interrupted(*given):
+        done(*given)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(part, pause, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            session.step(TOKENS[9])
+    assert session.length == 5
+    np.testing.assert_array_equal(session.step(TOKENS[5]), other.step(TOKENS[5]))
