@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from sqlite_utils import Database
 
-from ..kernels.errors import DatabaseError
+from ..kernels.errors import DatabaseError, EmptyDatabaseError
 from .schema import APPLICATION_ID, SCHEMA_VERSION, migrate, pragma
 from .transaction import LOCK_TIMEOUT_S, patiently
 
@@ -75,10 +75,10 @@ def open_for_reading(path: Path) -> Database:
         raise DatabaseError(f"{path} does not exist")
     _require_file(path)
     if path.stat().st_size == 0:
-        raise DatabaseError(f"{path} is empty: tune into it first")
+        raise EmptyDatabaseError(f"{path} is empty: tune into it first")
     version = _inspect(path)
     if version == 0:
-        raise DatabaseError(f"{path} holds no tuning results: tune into it first")
+        raise EmptyDatabaseError(f"{path} holds no tuning results: tune into it first")
     try:
         return _readable(path, version)
     except (sqlite3.Error, UnicodeError) as error:

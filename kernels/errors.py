@@ -54,6 +54,10 @@ class DatabaseError(LowbitError):
     exit_status = 5
 
 
+class EmptyDatabaseError(DatabaseError):
+    """A file that may become a database, but into which nothing was tuned."""
+
+
 class NoWinnerError(LowbitError, LookupError):
     """Nothing in the database answers the question that was asked, or tuning found no winner at all."""
 

@@ -10,7 +10,7 @@ from ...db.records import Winner
 from ...db.store import Store
 from ...kernels.backend import backend_named
 from ...kernels.candidate import Candidate
-from ...kernels.errors import NoiseError, NoWinnerError
+from ...kernels.errors import EmptyDatabaseError, NoiseError, NoWinnerError
 from ...kernels.problem import Problem
 from ...search.timing import protocol_here
 from ..outcome import Options, Progress
@@ -82,6 +82,10 @@ def _stored(
         usable = Candidate.parse(winner.candidate).schedule.threads <= threads
         return winner.toolchain == toolchain and usable and (measured or predicted)
 
-    with Store.open(path, "read") as store:
+    try:
+        store = Store.open(path, "read")
+    except EmptyDatabaseError:  # another process has only just made it
+        return {}
+    with store:
         stored = {(w.problem, w.tokens): w.candidate for w in store.winners(device.fingerprint) if fits(w)}
     return {case: found for case in cases if (found := stored.get((case.problem.key, case.tokens))) is not None}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any, ParamSpec, TypeVar
 
 from llvmlite import binding
 
@@ -13,6 +14,34 @@ from ..errors import CompileError
 from .isa import Isa, runs_here
 
 _LOCK = threading.Lock()
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def shielded(work: Callable[P, T]) -> Callable[P, T]:
+    """Do ``work`` where no signal reaches it: an interrupt within LLVM's callbacks is lost, or frees memory twice.
+
+    Signals are handled by the main thread, which waits for another one that works, and is interrupted afterwards.
+    """
+
+    @functools.wraps(work)
+    def call(*args: P.args, **named: P.kwargs) -> T:
+        if threading.current_thread() is not threading.main_thread():
+            return work(*args, **named)
+        with ThreadPoolExecutor(1) as thread:
+            done = thread.submit(work, *args, **named)
+            interrupt = None
+            while not done.done():
+                try:
+                    wait([done])
+                except KeyboardInterrupt as error:
+                    interrupt = error
+        if interrupt is not None:
+            raise interrupt
+        return done.result()
+
+    return call
 
 
 @functools.cache
@@ -68,6 +97,7 @@ def optimised(text: str, isa: Isa) -> Any:
     return parsed
 
 
+@shielded
 def assembly(text: str, isa: Isa) -> str:
     """Assembly of a module's ``text`` for ``isa``."""
     with _LOCK:
@@ -76,6 +106,7 @@ def assembly(text: str, isa: Isa) -> str:
         return str(machine.emit_assembly(optimised(text, isa)))
 
 
+@shielded
 def object_code(text: str, isa: Isa) -> bytes:
     """Relocatable machine code of a module's ``text``, for `link`.
 
@@ -85,6 +116,7 @@ def object_code(text: str, isa: Isa) -> bytes:
         return bytes(target_machine(isa, jit=True).emit_object(optimised(text, isa)))
 
 
+@shielded
 def task_object_code(text: str, native: str, symbol: str, isa: Isa) -> bytes:
     """Relocatable machine code of a compiled Numba function, as the C function ``void symbol(int64_t, int64_t)``.
 
@@ -133,6 +165,7 @@ def task_object_code(text: str, native: str, symbol: str, isa: Isa) -> bytes:
 _LIBRARY = {"memcpy", "memmove", "memset"}
 
 
+@shielded
 def link(code: bytes, symbols: Sequence[str]) -> tuple[Any, tuple[int, ...]]:
     """Load `object_code` into this process.
 

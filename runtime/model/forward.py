@@ -88,7 +88,8 @@ class ForwardPass:
         jobs[:, append_fields.SOURCE_K], jobs[:, append_fields.SOURCE_V] = self._sources
         jobs[:, append_fields.SOURCE_TOKEN_BYTES] = self._keys.strides[1]
         jobs[:, append_fields.SOURCE_HEAD_BYTES] = self._keys.strides[0]
-        self._centers[:, Center.LEARN] = self._cache.length == self.positions
+        if self._stored.means is not None:
+            self._centers[:, Center.LEARN] = self._stored.learns(self._cache.length, self.positions)
         if self._attention.prepare(splits):
             self._stages[self._attend_stages, 2] = self._attention.tasks
         if threads != self._limits[0]:

@@ -134,7 +134,7 @@ class Generation:
         if decoder.length + len(prompt) > decoder.context:
             before = f"{decoder.length:,} tokens and " if decoder.length else ""
             raise CacheFullError(
-                f"{before}a prompt of {len(prompt):,} tokens do not fit in a context of {decoder.context:,}: "
+                f"no room in a context of {decoder.context:,} tokens for {before}a prompt of {len(prompt):,}: "
                 "shorten it, or make the context larger"
             )
         self._decoder, self._prompt, self._sampler = decoder, list(prompt), sampler

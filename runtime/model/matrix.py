@@ -6,8 +6,9 @@ with wider tiles.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from ...kernels.cpu.keys import Preparation, preparation
 from ...kernels.cpu.minima import MinimaSpec
 from ...kernels.cpu.space import tile_specs
 from ...kernels.packed import OPERAND_FIELDS, TOKEN_BLOCK, PackedTensor, pack
-from ...kernels.problem import Problem
+from ...kernels.problem import MAX_QUERY_ROWS, Problem
 from ...kernels.rowwise_fields import Embed, Multiply, Ready
 from .program import Program, fields_of
 from .weights import Weight
@@ -141,14 +142,14 @@ class PackedMatrix(Matrix):
         self._packed = pack(weight.quantized, self._layout)
         self._minima = _as_scales(weight, self._packed) if weight.minima is not None else None
         self._groups = weight.quantized.scales.shape[2]
-        self._forms: dict[int, _Form] = {}
 
     @property
     def nbytes(self) -> int:
         return self._packed.nbytes + (0 if self._minima is None else self._minima.nbytes)
 
     def multiply(self, program: Program, x: Float32, out: Float32) -> None:
-        vectors, form = len(x), self._form(len(x))
+        vectors = len(x)
+        form = _form(self.problem, self.candidate, vectors, self._isa)
         schedule = self.candidate.schedule
         prepared = x if not form.prepare else program.shared("prepared", vectors * form.row_bytes)
         job = np.zeros(len(fields.FIELDS), np.int64)
@@ -187,19 +188,18 @@ class PackedMatrix(Matrix):
         )  # fmt: skip
         program.add("embed", job, len(ids))
 
-    def _form(self, vectors: int) -> _Form:
-        if vectors not in self._forms:
-            problem, candidate = self.problem, self.candidate
-            if vectors > 1:
-                candidate = for_block(problem, candidate, vectors, self._isa)
-            step = min(candidate.schedule.rows, vectors)
-            many = Problem("gemv", 1, 1, problem.head_dim, problem.precision, query_rows=min(vectors, 16))
-            (spec,) = (spec.canonical for spec in tile_specs(many, candidate, self._isa))
-            tables = preparation(spec)
-            prepare = 0 if in_place(spec, tables) else prepare_address(spec)
-            element = 1 if spec.integer else 4
-            self._forms[vectors] = _Form(tile_address(spec), prepare, tables, element, step, candidate.schedule.block)
-        return self._forms[vectors]
+
+@functools.lru_cache(256)
+def _form(problem: Problem, candidate: Candidate, vectors: int, isa: Isa) -> _Form:
+    """How matrices of one shape and layout are multiplied; compiled once for all of them."""
+    if vectors > 1:
+        candidate = for_block(problem, candidate, vectors, isa)
+    step = min(candidate.schedule.rows, vectors)
+    many = replace(problem, query_rows=min(vectors, MAX_QUERY_ROWS))
+    (spec,) = (spec.canonical for spec in tile_specs(many, candidate, isa))
+    tables = preparation(spec)
+    prepare = 0 if in_place(spec, tables) else prepare_address(spec)
+    return _Form(tile_address(spec), prepare, tables, 1 if spec.integer else 4, step, candidate.schedule.block)
 
 
 def _as_scales(weight: Weight, packed: PackedTensor) -> Any:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .tokenizer import Tokenizer
 
 WEIGHTS = ("tuned", "exact")
+NO_DATABASE = Path("no database")
 
 
 class Model:
@@ -89,7 +90,7 @@ class Model:
         if threads is not None and not 1 <= threads <= 256:
             raise ProblemError(f"threads must be 1 to 256, not {threads}")
         if database is None:
-            database = Database(Path("no database"), (), {})
+            database = Database(NO_DATABASE, (), {})
         elif not isinstance(database, Database):
             database = open_db(database)
         isa = detect()
@@ -152,9 +153,12 @@ class Model:
                 self._told.add(problem.key)
                 missing.append(problem.key)
         if missing:
+            where = (
+                "there is no database" if self.database.path == NO_DATABASE else f"{self.database.path} has no winner"
+            )
             warnings.warn(
-                f"{self.database.path} has no winner for {', '.join(missing)}: using untuned layouts; "
-                f"`autotune --model {self.path}` tunes them",
+                f"{where} for {', '.join(missing)}: using untuned layouts; "
+                f"`autotune bench model -m {self.path} --db FILE` tunes what a model needs",
                 FallbackWarning,
                 stacklevel=3,
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -118,7 +119,7 @@ class Session:
         CacheFullError, ProblemError
             As `prefill`.
         """
-        if not 0 <= token < self.model.config.vocabulary:
+        if not isinstance(token, Integral) or not 0 <= token < self.model.config.vocabulary:
             raise ProblemError(f"token {token} is none of the {self.model.config.vocabulary} in the vocabulary")
         if self.cache.length >= self.context:
             raise self._full(1)
@@ -213,5 +214,5 @@ class Session:
 
     def _full(self, count: int) -> CacheFullError:
         return CacheFullError(
-            f"{self.length} tokens and {count} more do not fit in a context of {self.context}: make it larger"
+            f"no room in a context of {self.context} tokens for {self.length} and {count} more: make it larger"
         )

@@ -14,6 +14,8 @@ from lowbit.autotune.bench.messages import Entered
 from lowbit.autotune.bench.outcome import LimitPoint, Outcome, Row
 from lowbit.autotune.bench.run import Run, _row
 from lowbit.autotune.bench.team import Team, thread_settings
+from lowbit.autotune.bench.winners import _stored
+from lowbit.costmodel.device import detect
 from lowbit.kernels.problem import Problem
 from lowbit.search.control import ControlTime
 from lowbit.search.rounds import Effort, Timed
@@ -195,3 +197,10 @@ def test_a_median_of_too_few_undisturbed_rounds_or_too_wide_a_spread_is_not_repo
     assert (few.status, few.median_us, few.message) == ("noisy", None, "only 2 timing rounds of it were undisturbed")
     wide = row((1.0, 4.0, 9.0), tainted=0)
     assert (wide.status, wide.median_us, wide.max_rel_error) == ("noisy", None, 0.01)
+
+
+def test_a_database_that_was_only_just_made_has_no_winners(tmp_path):
+    """Another process may have made it, and be about to tune."""
+    path = tmp_path / "new.db"
+    path.touch()
+    assert _stored([], path, detect(), 2, "cold") == {}

@@ -120,7 +120,7 @@ def test_it_ends_with_the_context(model: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "status", "said"),
     [
-        (("-p", PROMPT * 30, "-c", "64"), 11, "tokens do not fit in a context of 64"),
+        (("-p", PROMPT * 30, "-c", "64"), 11, "no room in a context of 64 tokens for a prompt"),
         ((), 2, "either --prompt or --file"),
         (("-p", "a", "-f", "b"), 2, "either --prompt or --file"),
         (("-f", "no such file"), 1, "no such file: No such file"),

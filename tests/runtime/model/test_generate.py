@@ -145,14 +145,14 @@ def test_a_seed_decides() -> None:
 
 def test_refusals_come_before_anything_is_computed() -> None:
     decoder = Hashing(4)
-    with pytest.raises(CacheFullError, match="a prompt of 5 tokens do not fit in a context of 4"):
+    with pytest.raises(CacheFullError, match="no room in a context of 4 tokens for a prompt of 5"):
         Generation(decoder, PROMPT, GREEDY)
     with pytest.raises(ProblemError, match="the prompt is empty"):
         Generation(decoder, [], GREEDY)
     with pytest.raises(ProblemError, match="not -2"):
         Generation(decoder, [1], GREEDY, predict=-2)
     decoder.prefill([1, 2, 3])
-    with pytest.raises(CacheFullError, match="3 tokens and a prompt of 2 tokens do not fit in a context of 4"):
+    with pytest.raises(CacheFullError, match="no room in a context of 4 tokens for 3 tokens and a prompt of 2"):
         Generation(decoder, [1, 2], GREEDY)
     assert decoder.parts == [3]
 

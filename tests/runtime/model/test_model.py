@@ -133,7 +133,7 @@ def test_forks_go_their_own_ways(tmp_path):
 def test_a_full_context_is_refused_and_nothing_is_lost(tmp_path):
     _, model = loaded(tmp_path)
     session = model.session(32)
-    with pytest.raises(CacheFullError, match="0 tokens and 33 more do not fit in a context of 32"):
+    with pytest.raises(CacheFullError, match="no room in a context of 32 tokens for 0 and 33 more"):
         session.prefill(TOKENS[:33])
     assert session.length == 0
     session.prefill(TOKENS[:32])
@@ -149,8 +149,9 @@ def test_what_is_no_prompt_is_refused(tmp_path, tokens):
     with pytest.raises(ProblemError):
         session.prefill(tokens)
     assert session.length == 0
-    with pytest.raises(ProblemError):
-        session.step(100000)
+    for token in (100000, -1, 1.5, "a"):
+        with pytest.raises(ProblemError):
+            session.step(token)
 
 
 def test_what_cannot_be_is_refused_before_it_is_allocated(tmp_path, monkeypatch):
@@ -187,7 +188,7 @@ def test_an_interrupted_pass_is_forgotten(tmp_path, monkeypatch):
 
 def test_fallback_is_said_once(tmp_path):
     path = write_model(tmp_path / "model.gguf", types="Q8_0", width=96, heads=3, kv_heads=1)
-    with pytest.warns(UserWarning, match="no winner") as told:
+    with pytest.warns(UserWarning, match="no database for") as told:
         model = Model.load(path)
         model.session(32)
         model.session(32)
