@@ -232,6 +232,7 @@ def build_attend(k: OperandType, v: OperandType) -> Any:
             store_f32(state, 2 * row, HIDDEN)
             store_f32(state, 2 * row + 1, np.float32(0.0))
         before = 0
+        form, form_rows, form_count = -1, 0, 0
         for i in range(peek(job, SEGMENT_COUNT)):
             segment = segments + 8 * SEGMENT_FIELDS * i
             blocks = seen_blocks(job, segment)
@@ -250,7 +251,10 @@ def build_attend(k: OperandType, v: OperandType) -> Any:
             aux = x + padded(all_rows * order_count * element, 64)
             scores = aux + padded(all_rows * 8 * aux_count, 64)
             scratch = scores + padded(4 * step * block, 64)
-            prepare(job, segment, head, x, aux, all_rows, scratch)
+            # Neighbours of the same layouts want the same form of the queries.
+            if peek(segment, PREPARE) != form or all_rows != form_rows or order_count != form_count:
+                prepare(job, segment, head, x, aux, all_rows, scratch)
+                form, form_rows, form_count = peek(segment, PREPARE), all_rows, order_count
             skipped, seen = unseen_blocks(job, segment), position + peek(segment, SEEN)
             end = min((skipped + high) * TOKEN_BLOCK, peek(segment, SEEN))
             for start in range((skipped + low) * TOKEN_BLOCK, end, block):
