@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import sys
-import threading
 from typing import Any
 
 import click
@@ -101,7 +99,5 @@ def _give_output_up() -> None:
 
 
 def _fail(message: str, status: int) -> int:
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is over: one more interrupt must not end in a traceback
     click.echo(f"error: {' '.join(message.split())}", err=True)
     return status
