@@ -96,6 +96,16 @@ def test_one_by_one_is_the_same_as_a_block(tmp_path, threads, k, v):
         assert one.length == block.length
 
 
+@pytest.mark.parametrize("k, v", [("q8_0", "q8_0"), ("f16", "q8_0"), ("q8_0", "f16")])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_what_is_stored_turned_and_centred_is_read_as_it_was(tmp_path, architecture, k, v):
+    path, model = loaded(tmp_path, architecture=architecture, heads=4, kv_heads=2, width=128, head_dim=32)
+    expected = logits(path, TOKENS)
+    found = all_scores(model.session(128, k, v), TOKENS)
+    error = np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)
+    assert error.max() < 0.06
+
+
 def test_roll_back_leaves_nothing_behind(tmp_path):
     _, model = loaded(tmp_path)
     session, other = model.session(128), model.session(128)
